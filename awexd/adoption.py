@@ -1,0 +1,81 @@
+"""After a restart: which of the segments found are committed versions. All others are unlinked."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from awexd.memory import Found, Memory
+from awexd.store import Segment, Store, Version
+from awexd.store.model import Job
+from awexd_transports.layout import body_digest, digest_of
+
+_log = logging.getLogger(__name__)
+
+
+def adopt(store: Store, memory: Memory, jobs: Iterable[Job], manifests: Mapping[str, bytes], now: float) -> None:
+    """Fills ``store`` with recorded jobs and with each version whose every rank had sealed the same attempt."""
+    for job in jobs:
+        job.idle_since = now
+        store.jobs[job.name] = job
+    groups: defaultdict[tuple[str, int, int, int], list[Found]] = defaultdict(list)
+    for found in memory.adopt():
+        header = found.header
+        groups[header["job"], header["epoch"], header["step"], header["attempt"]].append(found)
+    good = {digest for digest, body in manifests.items() if body_digest(body) == digest}
+    for (name, epoch, step, attempt), segments in sorted(groups.items()):
+        problem = _problem(segments, good)
+        if problem:
+            _log.info("job %s: epoch %d step %d is not whole (%s); unlinked", name, epoch, step, problem)
+            for found in segments:
+                memory.unlink(found.id)
+            continue
+        _adopt_version(store, name, (epoch, step), attempt, segments, now)
+    for segment in store.to_unlink:
+        memory.unlink(segment.id)
+    for segment in store.to_clear:
+        if segment not in store.to_unlink:
+            memory.clear(segment.id)
+    store.to_unlink.clear()
+    store.to_clear.clear()
+    store.touched.clear()
+
+
+def _problem(segments: list[Found], manifests: set[str]) -> str:
+    size = segments[0].header["world_size"]
+    ranks = sorted(found.header["rank"] for found in segments)
+    if ranks != list(range(size)):
+        return f"of {size} ranks it has {ranks}"
+    unknown = [found.header["digest"] for found in segments if found.header["digest"] not in manifests]
+    return f"manifest {unknown[0][:12]} is lost" if unknown else ""
+
+
+def _adopt_version(store: Store, name: str, key: tuple[int, int], attempt: int, found: list[Found], now: float) -> None:
+    found.sort(key=lambda item: int(item.header["rank"]))
+    header = found[0].header
+    job = store.job_for(name, header["owner_uid"], now)
+    if key[0] > job.epoch:
+        job.epoch, job.world_size, job.keep, job.high = key[0], header["world_size"], header["keep"], -1
+    segments = [
+        Segment(
+            item.id,
+            item.header["rank"],
+            item.nbytes,
+            digest=item.header["digest"],
+            checksums=item.header["checksums"],
+            locked=item.locked,
+        )
+        for item in found
+    ]
+    digests = tuple(segment.digest for segment in segments)
+    version = Version(
+        key=key,
+        attempt=attempt,
+        segments=tuple(segment.id for segment in segments),
+        digests=digests,
+        set_digest=digest_of(digests),
+        nbytes=sum(segment.nbytes for segment in segments),
+    )
+    store.adopt(job, version, segments)
+    _log.info("job %s: %s adopted", name, version)

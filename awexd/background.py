@@ -1,0 +1,109 @@
+"""Work beside the requests: threads for blocking calls, one timer, and wake-ups of those who wait for a job."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Coroutine
+from typing import Any, ParamSpec
+
+P = ParamSpec("P")
+_log = logging.getLogger(__name__)
+
+
+class Background:
+    """Tasks that outlive the request that started them; all of them end before the daemon's group does."""
+
+    def __init__(self, group: asyncio.TaskGroup) -> None:
+        self._group = group
+        self._loop = asyncio.get_running_loop()
+        self._threads: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._due: float | None = None
+        self._later: dict[Callable[[], None], asyncio.TimerHandle] = {}
+
+    def task(self, work: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
+        """Runs to its end even if whoever awaits it goes away; its failure is theirs, not the daemon's."""
+        done: asyncio.Future[None] = self._loop.create_future()
+
+        async def run() -> None:
+            try:
+                await work
+            except Exception as error:  # noqa: BLE001 - handed to whoever awaits it
+                if not done.cancelled():
+                    done.set_exception(error)
+                    done.exception()  # retrieved: nobody may be left to await it
+            else:
+                if not done.cancelled():
+                    done.set_result(None)
+
+        self._group.create_task(run())
+        return done
+
+    def thread(self, function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Runs a blocking call in a thread; a failure is logged with what failed."""
+
+        async def run() -> None:
+            try:
+                await asyncio.to_thread(function, *args, **kwargs)
+            except OSError:
+                _log.exception("%s%r failed", getattr(function, "__qualname__", function), args)
+
+        task = self._group.create_task(run())
+        self._threads.add(task)
+        task.add_done_callback(self._threads.discard)
+
+    async def threads_done(self) -> None:
+        """Waits for the blocking calls that have been started so far."""
+        if self._threads:
+            await asyncio.wait(list(self._threads))
+
+    def at(self, due: float | None, callback: Callable[[], None]) -> None:
+        """The one timer: calls back at ``due`` (monotonic seconds), replacing what was asked before."""
+        if due == self._due:
+            return
+        if self._timer:
+            self._timer.cancel()
+        self._due, self._timer = due, None
+        if due is not None:
+
+            def fire() -> None:
+                self._due = self._timer = None
+                callback()
+
+            self._timer = self._loop.call_later(max(0.0, due - time.monotonic()), fire)
+
+    def later(self, seconds: float, callback: Callable[[], None]) -> None:
+        def fire() -> None:
+            del self._later[fire]
+            callback()
+
+        self._later[fire] = self._loop.call_later(seconds, fire)
+
+    def stop_timers(self) -> None:
+        """Ends the timers; those of ``later`` are called now, so that nothing put off is lost."""
+        self.at(None, lambda: None)
+        for fire, handle in list(self._later.items()):
+            handle.cancel()
+            fire()
+
+
+class Signals:
+    """Wakes all who wait for a job to change."""
+
+    def __init__(self) -> None:
+        self._waiting: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
+
+    def next(self, name: str) -> asyncio.Future[None]:
+        """Done at the job's next change; a cancelled one is forgotten."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[name].add(future)
+        future.add_done_callback(lambda done: self._waiting.get(name, set()).discard(done))
+        return future
+
+    def fire(self, name: str) -> None:
+        for future in self._waiting.pop(name, set()):
+            if not future.done():
+                future.set_result(None)

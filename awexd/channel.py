@@ -1,0 +1,193 @@
+"""One client's connection on the loop: frames in, frames out, descriptors with both.
+
+asyncio's own transports drop or refuse descriptors, so this reads and writes a raw non-blocking socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+
+from awexd.access import Peer
+from awexd.protocol import MAX_FDS, Decoder, Message, encode
+from awexd_transports.errors import ProtocolError
+
+RECEIVE_BYTES = 64 << 10
+MAX_QUEUED_BYTES = 16 << 20
+"""Replies that a client may leave unread before its connection is ended."""
+
+_SO_PEERPIDFD = 77
+"""Linux 6.5; Python 3.11 has no name for it."""
+
+
+class Channel:
+    """Owns the socket, the peer's pidfd and descriptors in flight; ``close`` releases all of them."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._loop = asyncio.get_running_loop()
+        self._sock = sock
+        self._decoder = Decoder()
+        self._inbox: deque[tuple[Message, list[int]]] = deque()
+        self._outbox: deque[tuple[memoryview, list[int]]] = deque()
+        self._queued = 0
+        self._arrived = asyncio.Event()
+        self._exit = asyncio.Event()
+        self._ended: str | None = None
+        self._failure: ProtocolError | None = None
+        self.peer = _peer(sock)
+        self._pidfd = _pidfd(sock, self.peer.pid)
+        self._loop.add_reader(sock.fileno(), self._readable)
+        if self._pidfd is not None:
+            self._loop.add_reader(self._pidfd, self._process_ended)
+
+    @property
+    def exited(self) -> bool:
+        """The peer's process is gone."""
+        return self._exit.is_set()
+
+    @property
+    def ended(self) -> str:
+        """Why no more messages come; empty while they may."""
+        return self._ended or ""
+
+    async def messages(self) -> AsyncIterator[tuple[Message, list[int]]]:
+        """Each message with its descriptors, the caller's to close, until the connection or the process ends.
+
+        Raises:
+            ProtocolError: the peer sent a malformed frame.
+        """
+        while True:
+            while self._inbox:
+                yield self._inbox.popleft()
+            if self._failure:
+                raise self._failure
+            if self._ended:
+                return
+            self._arrived.clear()
+            await self._arrived.wait()
+
+    async def process_exit(self, within: float) -> bool:
+        """Whether the process ends within that time; a dying process closes its sockets a moment before."""
+        if self._pidfd is None:
+            return False
+        try:
+            async with asyncio.timeout(within):
+                await self._exit.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def send(self, message: Message, fds: Sequence[int] = ()) -> None:
+        """Sends one message, or queues what the socket does not take now. Takes over ``fds`` and closes them."""
+        if self._ended:
+            _close(fds)
+            return
+        if fds:
+            message["fds"] = len(fds)
+        try:
+            frame = memoryview(encode(message))
+        except ProtocolError:
+            _close(fds)
+            raise
+        self._outbox.append((frame, list(fds)))
+        self._queued += len(frame)
+        if len(self._outbox) == 1:
+            self._flush()
+        if self._queued > MAX_QUEUED_BYTES:
+            self._end("it left its replies unread")
+
+    def close(self) -> None:
+        self._end("the connection was closed")
+        self._loop.remove_reader(self._sock.fileno())
+        self._loop.remove_writer(self._sock.fileno())
+        if self._pidfd is not None:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = None
+        self._decoder.close()
+        for _, fds in (*self._inbox, *self._outbox):
+            _close(fds)
+        self._inbox.clear()
+        self._outbox.clear()
+        self._sock.close()
+
+    def _readable(self) -> None:
+        try:
+            data, fds, flags, _ = socket.recv_fds(self._sock, RECEIVE_BYTES, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self._end(f"its connection failed: {error.strerror}")
+            return
+        if not data:
+            _close(fds)
+            self._end("its connection was closed")
+            return
+        try:
+            if flags & socket.MSG_CTRUNC:
+                _close(fds)
+                raise ProtocolError(f"more than {MAX_FDS} descriptors on one message")
+            self._inbox.extend(self._decoder.feed(data, fds))
+        except ProtocolError as error:
+            self._failure = error
+            self._end(f"it broke the protocol: {error}")
+        self._arrived.set()
+
+    def _flush(self) -> None:
+        while self._outbox:
+            frame, fds = self._outbox[0]
+            try:
+                sent = socket.send_fds(self._sock, [frame], fds) if fds else self._sock.send(frame)
+            except (BlockingIOError, InterruptedError):
+                self._loop.add_writer(self._sock.fileno(), self._flush)
+                return
+            except OSError as error:
+                self._end(f"its connection failed: {error.strerror}")
+                return
+            _close(fds)
+            self._queued -= sent
+            if sent < len(frame):
+                self._outbox[0] = (frame[sent:], [])
+            else:
+                self._outbox.popleft()
+        self._loop.remove_writer(self._sock.fileno())
+
+    def _process_ended(self) -> None:
+        if self._pidfd is not None:
+            self._loop.remove_reader(self._pidfd)
+        self._exit.set()
+        self._end("its process ended")
+
+    def _end(self, why: str) -> None:
+        if self._ended is None:
+            self._ended = why
+            self._loop.remove_reader(self._sock.fileno())
+        self._arrived.set()
+
+
+def _peer(sock: socket.socket) -> Peer:
+    return Peer(*struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)))
+
+
+def _pidfd(sock: socket.socket, pid: int) -> int | None:
+    """A descriptor that becomes readable when the peer's process ends; None where the kernel gives none."""
+    try:
+        fd = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+        os.set_inheritable(fd, False)
+        return fd
+    except OSError:
+        pass
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None
+
+
+def _close(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -1,0 +1,184 @@
+"""Settings of the daemon, read once: command line, then ``AWEXD_*``, then the TOML file, then defaults."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from awexd.protocol import MAX_SOCKET_PATH_BYTES
+from awexd_transports.errors import InvalidArgument
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The daemon's settings.
+
+    Attributes:
+        socket: path of the Unix socket.
+        state_dir: folder for what must outlive the daemon beside the segments.
+        memory_budget: bytes that segments may take; None: what memory and cgroup leave.
+        lease_ttl: seconds that a reader's hold on a version lasts at most.
+        job_ttl: seconds after which a job that nobody uses is closed.
+        allow_uids, allow_gids: who may connect, beside root and the daemon's user; both empty: who can open the socket.
+        socket_mode: permission bits of a socket that the daemon makes itself.
+        lock_memory: keep segments resident where the memlock limit allows.
+        log_level: as the logging module names it.
+    """
+
+    socket: str
+    state_dir: Path
+    memory_budget: int | None = None
+    lease_ttl: float = 600.0
+    job_ttl: float = 24 * 3600.0
+    allow_uids: tuple[int, ...] = ()
+    allow_gids: tuple[int, ...] = ()
+    socket_mode: int = 0o660
+    lock_memory: bool = True
+    log_level: str = "INFO"
+
+
+def default_socket(environ: Mapping[str, str]) -> str:
+    """``/run/awexd/awexd.sock``; without root, or without that folder, in the user's runtime folder."""
+    runtime = environ.get("XDG_RUNTIME_DIR")
+    if os.geteuid() != 0 and runtime and not os.path.exists("/run/awexd/awexd.sock"):
+        return f"{runtime}/awexd.sock"
+    return "/run/awexd/awexd.sock"
+
+
+def default_state_dir(environ: Mapping[str, str]) -> Path:
+    """systemd's ``STATE_DIRECTORY``, ``/var/lib/awexd`` for root, else the user's state folder."""
+    given = environ.get("STATE_DIRECTORY")
+    if given:
+        return Path(given.split(":")[0])
+    if os.geteuid() == 0:
+        return Path("/var/lib/awexd")
+    base = environ.get("XDG_STATE_HOME") or os.path.join(environ.get("HOME") or "/", ".local", "state")
+    return Path(base) / "awexd"
+
+
+def load(arguments: Mapping[str, Any], environ: Mapping[str, str], file: str | None = None) -> Settings:
+    """The settings from all sources; ``arguments`` are those given on the command line (None: not given).
+
+    Raises:
+        InvalidArgument: an unknown key, a value that is not of its kind, or a socket path that is too long.
+    """
+    values: dict[str, Any] = {"socket": default_socket(environ), "state_dir": default_state_dir(environ)}
+    for source, found in (
+        (file or "", _from_toml(file)),
+        ("the environment", _from_environ(environ)),
+        ("the command line", {key: value for key, value in arguments.items() if value is not None}),
+    ):
+        for key, value in found.items():
+            if key not in _KINDS:
+                raise InvalidArgument(f"{source}: unknown setting {key!r}; known: {', '.join(sorted(_KINDS))}")
+            try:
+                values[key] = _KINDS[key](value)
+            except (TypeError, ValueError, AttributeError) as error:
+                raise InvalidArgument(f"{source}: {key} = {value!r}: {error}") from error
+    settings = Settings(**values)
+    check_socket_path(settings.socket)
+    return settings
+
+
+def check_socket_path(path: str) -> None:
+    """Refuses a path that the kernel would cut.
+
+    Raises:
+        InvalidArgument: longer than a Unix socket's address.
+    """
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+        raise InvalidArgument(
+            f"socket path {path} has {len(os.fsencode(path))} bytes; the kernel takes {MAX_SOCKET_PATH_BYTES}"
+        )
+
+
+def parse_size(text: str | int) -> int:
+    """``"8GiB"``, ``"512M"`` or a number of bytes.
+
+    Raises:
+        ValueError: none of these.
+    """
+    if isinstance(text, int) and not isinstance(text, bool):
+        return text
+    match = _SIZE.fullmatch(str(text).strip())
+    if not match:
+        raise ValueError("a size is a number of bytes, or with K, M, G or T")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _seconds(value: Any) -> float:
+    seconds = float(value)
+    if not 0 < seconds < 1e9:
+        raise ValueError("a number of seconds above 0")
+    return seconds
+
+
+def _numbers(value: Any) -> tuple[int, ...]:
+    items = value.replace(",", " ").split() if isinstance(value, str) else value
+    return tuple(int(item) for item in items)
+
+
+def _mode(value: Any) -> int:
+    return int(value, 8) if isinstance(value, str) else int(value)
+
+
+def _boolean(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    if str(value).lower() not in words:
+        raise ValueError("true or false")
+    return words[str(value).lower()]
+
+
+def _level(value: Any) -> str:
+    level = str(value).upper()
+    if level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+        raise ValueError("DEBUG, INFO, WARNING or ERROR")
+    return level
+
+
+def _path(value: Any) -> Path:
+    return Path(value).absolute()
+
+
+_KINDS: dict[str, Callable[[Any], Any]] = {
+    "socket": lambda value: os.path.abspath(value),
+    "state_dir": _path,
+    "memory_budget": parse_size,
+    "lease_ttl": _seconds,
+    "job_ttl": _seconds,
+    "allow_uids": _numbers,
+    "allow_gids": _numbers,
+    "socket_mode": _mode,
+    "lock_memory": _boolean,
+    "log_level": _level,
+}
+
+if set(_KINDS) != {field.name for field in fields(Settings)}:  # one list in two forms: they must agree
+    raise RuntimeError("every setting needs a kind")
+
+
+def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
+    found = {key: value for key, value in environ.items() if key.startswith("AWEXD_")}
+    return {key.removeprefix("AWEXD_").lower(): value for key, value in found.items()}
+
+
+def _from_toml(file: str | None) -> dict[str, Any]:
+    if file is None:
+        return {}
+    try:
+        with open(file, "rb") as stream:
+            return tomllib.load(stream)
+    except OSError as error:
+        raise InvalidArgument(f"configuration {file}: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidArgument(f"configuration {file}: {error}") from error

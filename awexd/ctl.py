@@ -1,0 +1,178 @@
+"""``awexctl``: looks at what the daemon holds, and drops or rolls back versions."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import orjson
+
+from awexd import __version__
+from awexd_transports.errors import AwexdError
+
+TIMEOUT_SECONDS = 30.0
+
+Answer = dict[str, Any]
+Show = Callable[[Answer], list[str]]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code: 0, or 1 on any failure."""
+    arguments = _parser().parse_args(argv)
+    operation, names, show = _COMMANDS[arguments.command]
+    given = {name: getattr(arguments, name) for name in names}
+    try:
+        answer = _ask(arguments.socket, operation, given, arguments.timeout)
+    except AwexdError as error:
+        print(f"awexctl {arguments.command}: {error}", file=sys.stderr)
+        return 1
+    if arguments.json:
+        print(orjson.dumps(answer, option=orjson.OPT_INDENT_2).decode())
+    else:
+        print("\n".join(show(answer)))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="awexctl", description="Shows and changes what a node's awexd holds.")
+    parser.add_argument("--version", action="version", version=f"awexctl {__version__}")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--socket", help="the daemon's socket (default $AWEXD_SOCKET, else /run/awexd/awexd.sock)")
+    common.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    common.add_argument("--timeout", type=float, default=TIMEOUT_SECONDS, help="seconds (default %(default)g)")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, help_text in (
+        ("status", "jobs, versions held, engines and their state, memory"),
+        ("versions", "every version, with its leases"),
+        ("sessions", "connected processes"),
+        ("drop", "withdraw a job's versions, or one of them"),
+        ("rollback", "withdraw the versions after one, which is then the newest"),
+        ("gc", "give back memory that nobody needs"),
+    ):
+        command = commands.add_parser(name, help=help_text, description=help_text, parents=[common])
+        if name == "versions":
+            command.add_argument("--job", help="only this job's (OWNER/NAME, or NAME for your own)")
+        elif name in ("drop", "rollback"):
+            command.add_argument("--job", required=True, help="OWNER/NAME, or NAME for your own")
+            command.add_argument(
+                "--step",
+                type=int,
+                required=name == "rollback",
+                help="the step to go back to" if name == "rollback" else "only this step's version (default: all)",
+            )
+    return parser
+
+
+def _ask(socket: str | None, operation: str, arguments: Answer, timeout: float) -> Answer:
+    from awexd_client.session import Connection, socket_path
+
+    connection = Connection(socket_path(socket))
+    try:
+        return connection.call(operation, arguments, timeout=timeout)[0]
+    finally:
+        connection.goodbye()
+
+
+def _status(answer: Answer) -> list[str]:
+    memory = answer["memory"]
+    lines = [
+        f"awexd {answer['version']}, process {answer['pid']}, {answer['socket']}, up {_ago(answer['started'])}",
+        f"memory: {_size(memory['used_bytes'])} in use, {_size(memory['available_bytes'])} available, "
+        + ("locked" if memory["locked"] else f"not locked ({memory['lock_problem']})"),
+        f"sessions: {answer['sessions']}",
+    ]
+    for job in answer["jobs"]:
+        held = ", ".join(f"{epoch}.{step}" for epoch, step in job["held"]) or "none"
+        lines += [
+            "",
+            f"job {job['job']}: epoch {job['epoch']}, writers {len(job['writers'])} of {job['world_size']}, "
+            f"{_size(job['bytes'])}",
+            f"  held (epoch.step): {held}; borrowed: none",
+        ]
+        lines += [
+            f"  step {attempt['step']} is being written: ranks {attempt['ranks']}, sealed {attempt['sealed']}"
+            for attempt in job["open"]
+        ]
+        for engine in job["engines"]:
+            workers = ", ".join(
+                f"{worker['rank']} {worker['state']}"
+                + (f" {worker['version'][0]}.{worker['version'][1]}" if worker["version"] else "")
+                for worker in engine["workers"]
+            )
+            lines.append(f"  engine {engine['engine']} ({engine['world_size']} workers): {workers}")
+    return lines
+
+
+def _versions(answer: Answer) -> list[str]:
+    rows = [
+        [row["job"], f"{row['epoch']}", f"{row['step']}", row["state"], _size(row["bytes"]), f"{row['leases']}"]
+        for row in answer["versions"]
+    ]
+    return _table(["JOB", "EPOCH", "STEP", "STATE", "SIZE", "LEASES"], rows)
+
+
+def _sessions(answer: Answer) -> list[str]:
+    rows = [
+        [
+            row["session"],
+            f"{row['pid']}",
+            f"{row['uid']}",
+            row["role"],
+            row["job"] or "-",
+            row.get("engine", "-"),
+            f"{row.get('rank', '-')}",
+            row.get("state", "-"),
+        ]
+        for row in answer["sessions"]
+    ]
+    return _table(["SESSION", "PID", "UID", "ROLE", "JOB", "ENGINE", "RANK", "STATE"], rows)
+
+
+def _withdrawn(answer: Answer) -> list[str]:
+    def keys(found: list[list[int]]) -> str:
+        return ", ".join(f"epoch {epoch} step {step}" for epoch, step in found) or "none"
+
+    return [f"withdrawn: {keys(answer['withdrawn'])}", f"held: {keys(answer['held'])}"]
+
+
+def _gc(answer: Answer) -> list[str]:
+    return [f"freed {_size(answer['freed_bytes'])}"]
+
+
+_COMMANDS: dict[str, tuple[str, tuple[str, ...], Show]] = {
+    "status": ("status", (), _status),
+    "versions": ("versions", ("job",), _versions),
+    "sessions": ("sessions", (), _sessions),
+    "drop": ("drop", ("job", "step"), _withdrawn),
+    "rollback": ("rollback", ("job", "step"), _withdrawn),
+    "gc": ("gc", (), _gc),
+}
+"""Command to operation, its arguments and how its answer is shown."""
+
+
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [head, *rows])
+    return [line.rstrip() for line in lines]
+
+
+def _size(nbytes: int) -> str:
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def _ago(moment: float) -> str:
+    seconds = max(0, int(time.time() - moment))
+    hours, minutes = seconds // 3600, seconds % 3600 // 60
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds % 60} s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

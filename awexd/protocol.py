@@ -1,0 +1,238 @@
+"""Frames and messages of the Unix socket, without I/O. ``docs/protocol.md`` is normative; this is its one definition.
+
+A frame is a ``u32`` little-endian length and that many bytes of one JSON object. File descriptors ride on a frame's
+first byte (SCM_RIGHTS) and are counted in the object's ``fds``. Any malformed frame ends the connection.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import orjson
+
+from awexd_transports.errors import AwexdError, InvalidArgument, ProtocolError
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 1 << 20
+MAX_FDS = 128
+"""Descriptors on one frame (the kernel takes 253)."""
+MAX_SOCKET_PATH_BYTES = 107
+MAX_DEADLINE_MS = 24 * 3600 * 1000
+MAX_WORLD_SIZE = 65536
+MAX_KEEP = 16
+MAX_STEP = 1 << 53
+
+Message = dict[str, Any]
+
+_LENGTH = struct.Struct("<I")
+
+
+def encode(message: Mapping[str, Any]) -> bytes:
+    """One frame.
+
+    Raises:
+        ProtocolError: the message does not fit into a frame.
+    """
+    body = orjson.dumps(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"a message of {len(body)} bytes; a frame holds {MAX_FRAME_BYTES}")
+    return _LENGTH.pack(len(body)) + body
+
+
+class Decoder:
+    """Bytes and descriptors as they arrive, to messages. Owns descriptors until a message takes them."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._fds: deque[int] = deque()
+
+    def feed(self, data: bytes, fds: Iterable[int] = ()) -> Iterator[tuple[Message, list[int]]]:
+        """Each whole message with its descriptors, which are then the caller's to close.
+
+        Raises:
+            ProtocolError: a malformed frame; the connection cannot be used after it.
+        """
+        self._buffer += data
+        self._fds.extend(fds)
+        while (message := self._next()) is not None:
+            count = message.get("fds", 0)
+            if type(count) is not int or not 0 <= count <= len(self._fds):
+                raise ProtocolError(f"a message that names {count!r} descriptors and carries {len(self._fds)}")
+            yield message, [self._fds.popleft() for _ in range(count)]
+        if self._fds and not self._buffer:
+            raise ProtocolError(f"{len(self._fds)} descriptors that no message names")
+        if len(self._fds) > MAX_FDS:
+            raise ProtocolError(f"more than {MAX_FDS} descriptors on one message")
+
+    def close(self) -> None:
+        """Closes descriptors that no message took."""
+        while self._fds:
+            os.close(self._fds.popleft())
+
+    def _next(self) -> Message | None:
+        if len(self._buffer) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._buffer)
+        if length > MAX_FRAME_BYTES:
+            raise ProtocolError(f"a frame of {length} bytes; at most {MAX_FRAME_BYTES}")
+        end = _LENGTH.size + length
+        if len(self._buffer) < end:
+            return None
+        try:
+            message = orjson.loads(memoryview(self._buffer)[_LENGTH.size : end])
+        except orjson.JSONDecodeError as error:
+            raise ProtocolError(f"a frame that is not JSON: {error}") from error
+        finally:
+            del self._buffer[:end]
+        if not isinstance(message, dict):
+            raise ProtocolError(f"a frame with a JSON {type(message).__name__}; an object is needed")
+        return message
+
+
+def hello(version: str, **details: Any) -> Message:
+    """The first message of either side."""
+    return {"hello": {"protocol": PROTOCOL_VERSION, "version": version, "max_frame": MAX_FRAME_BYTES, **details}}
+
+
+def check_hello(message: Message) -> Message:
+    """The other side's hello.
+
+    Raises:
+        ProtocolError: not a hello, or another protocol version.
+    """
+    body = message.get("hello")
+    if not isinstance(body, dict):
+        raise ProtocolError("the first message is not a hello")
+    if body.get("protocol") != PROTOCOL_VERSION:
+        raise ProtocolError(
+            f"the other side speaks protocol {body.get('protocol')!r}, this one {PROTOCOL_VERSION}: "
+            "run the same awexd version on both sides"
+        )
+    return body
+
+
+def error_reply(request_id: int, error: AwexdError) -> Message:
+    """The reply that carries a typed error."""
+    body = {"code": error.code, "message": error.message, "details": error.details}
+    return {"id": request_id, "error": body}
+
+
+Check = Callable[[Any], bool]
+
+
+def _whole(low: int, high: int) -> Check:
+    return lambda value: type(value) is int and low <= value <= high
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= 256 and value.isprintable()
+
+
+def _ids(value: Any) -> bool:
+    return isinstance(value, list) and len(value) <= MAX_FDS and all(_text(item) for item in value)
+
+
+def _numbers(value: Any) -> bool:
+    return isinstance(value, list) and len(value) <= 1024 and all(_whole(0, 1 << 32)(item) for item in value)
+
+
+def _digest(value: Any) -> bool:
+    return isinstance(value, str) and len(value) == 64 and all(c in "0123456789abcdef" for c in value)
+
+
+def _epoch(value: Any) -> bool:
+    return value in ("new", "continue") or _whole(1, MAX_STEP)(value)
+
+
+def _version(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(_whole(0, MAX_STEP)(item) for item in value)
+
+
+def _boolean(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _optional(check: Check) -> Check:
+    return lambda value: value is None or check(value)
+
+
+_STEP = _whole(0, MAX_STEP)
+_ATTEMPT = _whole(1, MAX_STEP)
+_RANKS = {"rank": _whole(0, MAX_WORLD_SIZE - 1), "world_size": _whole(1, MAX_WORLD_SIZE)}
+_ATTEMPTED = {"epoch": _ATTEMPT, "step": _STEP, "attempt": _ATTEMPT}
+
+OPERATIONS: dict[str, dict[str, Check]] = {
+    # a training process
+    "write.register": {
+        "job": _text,
+        **_RANKS,
+        "epoch": _epoch,
+        "after": _optional(_STEP),
+        "keep": _whole(1, MAX_KEEP),
+        "digest": _digest,
+    },
+    "write.ready": {},
+    "write.reserve": {"set": _digest, "digest": _digest, "nbytes": _whole(0, 1 << 60)},
+    "write.begin": {"step": _STEP, "set": _digest},
+    "write.seal": {**_ATTEMPTED, "checksums": _boolean},
+    "write.abort": {**_ATTEMPTED, "reason": lambda value: isinstance(value, str) and len(value) <= 4096},
+    "write.committed": _ATTEMPTED,
+    # an inference process
+    "read.sources": {"job": _text, "set": _optional(_digest)},
+    "read.register": {
+        "job": _text,
+        "engine": _text,
+        **_RANKS,
+        "digest": _digest,
+        "version": _optional(_version),
+        "updates": _optional(_STEP),
+    },
+    "read.siblings": {},
+    "read.resolve": {"step": _optional(_STEP), "lease_ms": _whole(1, MAX_DEADLINE_MS), "stage": _boolean},
+    "read.confirm": {"lease": _text},
+    "read.release": {"lease": _text, "dirty": _boolean},
+    "read.wait": {"step": _STEP},
+    # both
+    "segment.open": {"ids": _ids},
+    "segment.closed": {"ids": _ids},
+    "goodbye": {},
+    # a job's owner, and commands
+    "job.close": {"job": _text},
+    "job.grant": {"job": _text, "uids": _numbers, "gids": _numbers},
+    "status": {},
+    "versions": {"job": _optional(_text)},
+    "sessions": {},
+    "drop": {"job": _text, "step": _optional(_STEP)},
+    "rollback": {"job": _text, "step": _STEP},
+    "gc": {},
+}
+"""Each operation's arguments; a request has exactly these."""
+
+
+def parse_request(message: Message) -> tuple[int, str, Message, float]:
+    """A request's id, operation, arguments and deadline in seconds from now.
+
+    Raises:
+        ProtocolError: no id to answer to.
+        InvalidArgument: an unknown operation, or arguments that are not its own; ``details["id"]`` has the id.
+    """
+    request_id = message.get("id")
+    if not isinstance(request_id, int) or not _whole(0, MAX_STEP)(request_id):
+        raise ProtocolError("a request without an id")
+    operation, arguments, deadline = message.get("op"), message.get("args", {}), message.get("deadline_ms")
+    fields = OPERATIONS.get(operation) if isinstance(operation, str) else None
+    if fields is None or not isinstance(arguments, dict):
+        raise InvalidArgument(f"unknown operation {str(operation)[:64]!r}", {"id": request_id})
+    if not isinstance(deadline, int) or not _whole(0, MAX_DEADLINE_MS)(deadline):
+        raise InvalidArgument(f"{operation}: deadline_ms must be 0 to {MAX_DEADLINE_MS}", {"id": request_id})
+    if arguments.keys() != fields.keys():
+        odd = sorted(str(name)[:64] for name in arguments.keys() ^ fields.keys())
+        raise InvalidArgument(f"{operation}: arguments missing or unknown: {', '.join(odd)}", {"id": request_id})
+    for name, check in fields.items():
+        if not check(arguments[name]):
+            raise InvalidArgument(f"{operation}: bad {name}: {str(arguments[name])[:64]!r}", {"id": request_id})
+    return request_id, str(operation), arguments, deadline / 1000

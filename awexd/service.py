@@ -1,0 +1,500 @@
+"""What each request does: access, the store's verdict, the I/O that follows from it, and the reply."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
+
+from awexd import access
+from awexd.access import Peer
+from awexd.background import Background, Signals
+from awexd.config import Settings
+from awexd.journal import Journal
+from awexd.manifests import bundle, read_manifest
+from awexd.memory import Memory
+from awexd.store import Segment, Store, Version, Wait
+from awexd.store.model import Job, SegmentState
+from awexd.store.store import Session
+from awexd.store.writing import Begun, Shortfall
+from awexd_transports.errors import (
+    AccessDenied,
+    AwexdError,
+    DeadlineExceeded,
+    InvalidArgument,
+    ProtocolError,
+    VersionConflict,
+    VersionUnavailable,
+)
+from awexd_transports.layout import digest_of
+from awexd_transports.segment import HEADER_BYTES
+
+T = TypeVar("T")
+Arguments = dict[str, Any]
+_log = logging.getLogger(__name__)
+
+
+class Reply(NamedTuple):
+    """A result and the descriptors that go with it."""
+
+    result: dict[str, Any]
+    fds: list[int] = []  # noqa: RUF012 - never changed
+
+
+class Call(NamedTuple):
+    """One request: who asks, its arguments and descriptors, and when it must be answered (loop time)."""
+
+    session: Session
+    peer: Peer
+    arguments: Arguments
+    fds: list[int]
+    deadline: float
+
+
+class Service:
+    """All operations of the socket, over one store."""
+
+    def __init__(
+        self, settings: Settings, store: Store, memory: Memory, journal: Journal, background: Background
+    ) -> None:
+        self.settings = settings
+        self.store = store
+        self.memory = memory
+        self.manifests: dict[str, bytes] = {}
+        self._journal = journal
+        self._background = background
+        self._signals = Signals()
+        self._promised = 0
+        self._saving: set[str] = set()
+        self._operations: dict[str, Callable[[Call], Awaitable[Reply]]] = {
+            "write.register": self._write_register,
+            "write.ready": self._write_ready,
+            "write.reserve": self._write_reserve,
+            "write.begin": self._write_begin,
+            "write.seal": self._write_seal,
+            "write.abort": self._write_abort,
+            "write.committed": self._write_committed,
+            "read.sources": self._read_sources,
+            "read.register": self._read_register,
+            "read.siblings": self._read_siblings,
+            "read.resolve": self._read_resolve,
+            "read.confirm": self._read_confirm,
+            "read.release": self._read_release,
+            "read.wait": self._read_wait,
+            "segment.open": self._segment_open,
+            "segment.closed": self._segment_closed,
+            "job.close": self._job_close,
+            "job.grant": self._job_grant,
+            "drop": self._drop,
+            "rollback": self._rollback,
+            "gc": self._gc,
+        }
+
+    def add(self, operations: dict[str, Callable[[Call], Awaitable[Reply]]]) -> None:
+        """Adds operations that only look (see :mod:`awexd.report`)."""
+        self._operations.update(operations)
+
+    async def answer(self, operation: str, call: Call) -> Reply:
+        """Carries out one request.
+
+        Raises:
+            AwexdError: what the client is told.
+        """
+        try:
+            return await self._operations[operation](call)
+        finally:
+            self.settle()
+
+    def settle(self) -> None:
+        """Carries out what the store has decided, and wakes whoever waits for it."""
+        store = self.store
+        for segment in store.to_clear:
+            self.memory.clear(segment.id)
+        store.to_clear.clear()
+        for segment in store.to_unlink:
+            self._background.thread(self.memory.unlink, segment.id)
+        store.to_unlink.clear()
+        for name in store.touched:
+            self._signals.fire(name)
+        store.touched.clear()
+        self._background.at(store.next_expiry(), self._expire)
+
+    def end_session(self, session: Session, *, unmapped: bool, why: str) -> None:
+        self.store.end_session(session.id, unmapped=unmapped, why=why, now=time.monotonic())
+        self.settle()
+
+    def drop_idle_jobs(self) -> None:
+        """Ends jobs that nobody has used for the time that the settings give them."""
+        for job in self.store.idle_jobs(time.monotonic(), self.settings.job_ttl):
+            _log.info("job %s was idle for %g s; closed", job.name, self.settings.job_ttl)
+            self._close(job)
+        self.settle()
+
+    # training processes
+
+    async def _write_register(self, call: Call) -> Reply:
+        arguments = call.arguments
+        name = access.qualify(arguments["job"], call.peer)
+        access.check_write(name, call.peer)
+        await self._intern(call)
+        job = self.store.job_for(name, call.peer.uid, time.monotonic())
+        opened = self.store.register_writer(
+            call.session,
+            job,
+            arguments["rank"],
+            arguments["digest"],
+            world_size=arguments["world_size"],
+            epoch=arguments["epoch"],
+            after=arguments["after"],
+            keep=arguments["keep"],
+        )
+        job.owner_uid = call.peer.uid
+        if opened:
+            self.settle()
+            await self._save(job)
+            _log.info("job %s: epoch %d opened with %d ranks", name, job.epoch, job.world_size)
+        complete = not isinstance(self.store.ready(call.session), Wait)
+        pending = self.store.is_pending(call.session)
+        return Reply({"job": name, "epoch": job.epoch, "pending": pending, "complete": complete})
+
+    async def _write_ready(self, call: Call) -> Reply:
+        job, _ = self.store.writer_of(call.session)
+        set_digest, digests = await self._until(call, job.name, lambda: self.store.ready(call.session))
+        own = [w for e in job.engines.values() for w in e.workers.values() if w.uid == call.peer.uid]
+        engines = [[worker.engine, worker.rank, worker.digest] for worker in own]
+        index, fd = bundle([*digests, *(worker.digest for worker in own)], self.manifests)
+        body = {"epoch": job.epoch, "set": set_digest, "ranks": digests, "engines": engines, "bodies": index}
+        return Reply(body, [fd])
+
+    async def _write_reserve(self, call: Call) -> Reply:
+        arguments = call.arguments
+        job, writer = self.store.writer_of(call.session)
+        await self._intern(call)
+        shortfall = self.store.reserve(call.session, arguments["set"], arguments["digest"], arguments["nbytes"])
+        self.settle()
+        await self._allocate(call, job, shortfall)
+        return Reply({"slots": len(job.slots(writer.rank)), "lock_problem": self.memory.lock_problem})
+
+    async def _write_begin(self, call: Call) -> Reply:
+        job, _ = self.store.writer_of(call.session)
+        arguments = call.arguments
+        step, set_digest = arguments["step"], arguments["set"]
+
+        def look() -> Begun | Shortfall | Wait:
+            return self.store.begin(call.session, step, set_digest)
+
+        begun: Begun | Shortfall = await self._until(call, job.name, look)
+        while isinstance(begun, Shortfall):
+            await self._allocate(call, job, begun)
+            begun = await self._until(call, job.name, look)
+        self.memory.clear(begun.segment.id)
+        return Reply({"attempt": begun.attempt.number, "epoch": job.epoch, "segment": begun.segment.id})
+
+    async def _write_seal(self, call: Call) -> Reply:
+        job, _ = self.store.writer_of(call.session)
+        epoch, step, attempt, checksums = (call.arguments[k] for k in ("epoch", "step", "attempt", "checksums"))
+        segment = self.store.check_seal(call.session, epoch, step, attempt)
+        if segment is not None:
+            self.memory.seal(segment.id, self._header(job, segment, epoch, step, attempt, checksums))
+            version = self.store.seal(call.session, step, checksums)
+            if version:
+                self._save_soon(job)
+                _log.debug("job %s: %s committed", job.name, version)
+        return Reply({"committed": self.store.committed(call.session, epoch, step, attempt) is None})
+
+    async def _write_abort(self, call: Call) -> Reply:
+        arguments = call.arguments
+        self.store.abort(call.session, arguments["step"], arguments["attempt"], arguments["reason"])
+        return Reply({})
+
+    async def _write_committed(self, call: Call) -> Reply:
+        job, _ = self.store.writer_of(call.session)
+        epoch, step, attempt = (call.arguments[k] for k in ("epoch", "step", "attempt"))
+
+        def look() -> Wait | bool:
+            return self.store.committed(call.session, epoch, step, attempt) or True
+
+        await self._until(call, job.name, look)
+        return Reply({})
+
+    # inference processes
+
+    async def _read_sources(self, call: Call) -> Reply:
+        name = access.qualify(call.arguments["job"], call.peer)
+        job = self.store.jobs.get(name)
+        access.check_read(name, job, call.peer)
+        digests = self.store.find_set(job, call.arguments["set"]) if job else None
+        if digests is None:
+            return Reply({"set": None, "ranks": [], "bodies": []})
+        index, fd = bundle(digests, self.manifests)
+        return Reply({"set": digest_of(digests), "ranks": digests, "bodies": index}, [fd])
+
+    async def _read_register(self, call: Call) -> Reply:
+        arguments = call.arguments
+        name = access.qualify(arguments["job"], call.peer)
+        engine = access.check_name("engine", arguments["engine"])
+        access.check_read(name, self.store.jobs.get(name), call.peer)
+        await self._intern(call)
+        job = self.store.job_for(name, call.peer.uid, time.monotonic())
+        self.store.register_worker(
+            call.session,
+            job,
+            engine,
+            arguments["rank"],
+            world_size=arguments["world_size"],
+            digest=arguments["digest"],
+            version=tuple(arguments["version"]) if arguments["version"] else None,
+            updates=arguments["updates"],
+        )
+        return Reply({"job": name, "epoch": job.epoch, "updates": self.store.worker_of(call.session)[1].round})
+
+    async def _read_siblings(self, call: Call) -> Reply:
+        job, _ = self.store.worker_of(call.session)
+        digests = await self._until(call, job.name, lambda: self.store.siblings(call.session))
+        index, fd = bundle(digests, self.manifests)
+        return Reply({"ranks": digests, "bodies": index}, [fd])
+
+    async def _read_resolve(self, call: Call) -> Reply:
+        job, _ = self.store.worker_of(call.session)
+        arguments = call.arguments
+        seconds = min(arguments["lease_ms"] / 1000, self.settings.lease_ttl)
+
+        def look() -> Any:
+            return self.store.resolve(call.session, arguments["step"], seconds, arguments["stage"], time.monotonic())
+
+        version, lease = await self._until(call, job.name, look)
+        segments = [job.segments[segment_id] for segment_id in version.segments]
+        body = {
+            "epoch": version.key[0],
+            "step": version.key[1],
+            "lease": lease.id,
+            "set": version.set_digest,
+            "segments": [[s.id, HEADER_BYTES + s.nbytes, s.checksums] for s in segments],
+        }
+        return Reply(body)
+
+    async def _read_confirm(self, call: Call) -> Reply:
+        epoch, step = self.store.confirm(call.session, call.arguments["lease"], time.monotonic())
+        return Reply({"epoch": epoch, "step": step, "updates": self.store.worker_of(call.session)[1].round})
+
+    async def _read_release(self, call: Call) -> Reply:
+        self.store.release(call.session, call.arguments["lease"], call.arguments["dirty"])
+        return Reply({})
+
+    async def _read_wait(self, call: Call) -> Reply:
+        job, _ = self.store.worker_of(call.session)
+        step = call.arguments["step"]
+        epoch, newest = await self._until(call, job.name, lambda: self.store.newest_since(call.session, step))
+        return Reply({"epoch": epoch, "step": newest})
+
+    # segments
+
+    async def _segment_open(self, call: Call) -> Reply:
+        opened: list[int] = []
+        try:
+            for segment_id in call.arguments["ids"]:
+                segment, writable = self._permitted(call.session, segment_id)
+                opened.append(self.memory.descriptor(segment_id, writable=writable))
+                self.store.opened(call.session, segment)
+        except BaseException:
+            for fd in opened:
+                os.close(fd)
+            raise
+        return Reply({}, opened)
+
+    async def _segment_closed(self, call: Call) -> Reply:
+        self.store.closed(call.session, call.arguments["ids"])
+        return Reply({})
+
+    def _permitted(self, session: Session, segment_id: str) -> tuple[Segment, bool]:
+        """A writer may map what it writes; a worker, read-only, what it has leased."""
+        if session.writer:
+            job, writer = self.store.writer_of(session)
+            segment = job.segments.get(segment_id)
+            if segment and segment.rank == writer.rank and segment.state is SegmentState.WRITING:
+                return segment, True
+        if session.worker:
+            job, _ = self.store.worker_of(session)
+            leased = {key for lease in session.leases for key in job.versions[self.store.leases[lease].key].segments}
+            if segment_id in leased:
+                return job.segments[segment_id], False
+        raise AccessDenied(f"segment {segment_id}: neither written nor leased by this session")
+
+    # jobs and commands
+
+    async def _job_close(self, call: Call) -> Reply:
+        job = self._controlled(call, missing_ok=True)
+        if job is not None:
+            self._close(job)
+            self.settle()
+            await self._background.threads_done()  # answered when the memory is gone
+        return Reply({"closed": job is not None})
+
+    async def _job_grant(self, call: Call) -> Reply:
+        name = access.qualify(call.arguments["job"], call.peer)
+        access.check_write(name, call.peer)
+        job = self.store.job_for(name, call.peer.uid, time.monotonic())
+        job.uids.update(call.arguments["uids"])
+        job.gids.update(call.arguments["gids"])
+        await self._save(job)
+        return Reply({"uids": sorted(job.uids), "gids": sorted(job.gids)})
+
+    async def _drop(self, call: Call) -> Reply:
+        job = self._controlled(call)
+        return await self._withdraw(job, self.store.drop(job, call.arguments["step"]))
+
+    async def _rollback(self, call: Call) -> Reply:
+        job = self._controlled(call)
+        return await self._withdraw(job, self.store.rollback(job, call.arguments["step"]))
+
+    async def _gc(self, call: Call) -> Reply:
+        if not call.peer.admin:
+            raise AccessDenied("only root and the daemon's own user may collect garbage")
+        before = self.memory.total_nbytes
+        self.store.collect()
+        self.settle()
+        await self._background.threads_done()
+        used = {digest for job in self.store.jobs.values() for digest in _digests(job)}
+        self.manifests = {digest: body for digest, body in self.manifests.items() if digest in used}
+        await asyncio.to_thread(self._journal.prune_manifests, used)
+        return Reply({"freed_bytes": before - self.memory.total_nbytes})
+
+    # internals
+
+    def _controlled(self, call: Call, *, missing_ok: bool = False) -> Any:
+        name = access.qualify(call.arguments["job"], call.peer)
+        access.check_control(name, call.peer)
+        job = self.store.jobs.get(name)
+        if job is None and not missing_ok:
+            raise VersionUnavailable(f"no job {name} here; jobs: {', '.join(sorted(self.store.jobs)) or 'none'}")
+        return job
+
+    async def _withdraw(self, job: Job, versions: list[Version]) -> Reply:
+        # Headers first, then the record: a daemon killed in between must find neither versions nor free steps.
+        for version in versions:
+            for segment_id in version.segments:
+                if segment_id in job.segments:
+                    self.memory.clear(segment_id)
+        self.settle()
+        await self._save(job)
+        await self._background.threads_done()
+        return Reply({"withdrawn": [list(v.key) for v in versions], "held": [list(v.key) for v in job.held()]})
+
+    def _close(self, job: Job) -> None:
+        self.store.close_job(job)
+        self._background.thread(self._journal.forget, job.name)
+
+    async def _intern(self, call: Call) -> None:
+        if len(call.fds) != 1:
+            raise ProtocolError(f"a manifest travels as one descriptor, not {len(call.fds)}")
+        digest = call.arguments["digest"]
+        body = await asyncio.to_thread(read_manifest, call.fds[0], digest)
+        await asyncio.to_thread(self._journal.save_manifest, digest, body)
+        self.manifests[digest] = body
+
+    async def _allocate(self, call: Call, job: Job, shortfall: Shortfall) -> None:
+        """Makes the missing slots. Goes on if its caller goes away, so that no made segment is lost."""
+        wanted = shortfall.slots * (HEADER_BYTES + shortfall.nbytes)
+        if not wanted:
+            return
+        await self._background.threads_done()  # memory that is being given back counts
+        self.memory.budget.check(wanted, self.memory.total_nbytes, self._promised)
+        try:
+            async with asyncio.timeout_at(call.deadline):
+                await asyncio.shield(self._background.task(self._make_slots(job, shortfall, wanted)))
+        except TimeoutError:
+            raise DeadlineExceeded(f"{job.name}: {wanted} bytes of shared memory are still being reserved") from None
+
+    async def _make_slots(self, job: Job, shortfall: Shortfall, wanted: int) -> None:
+        self._promised += wanted
+        try:
+            create = [asyncio.to_thread(self.memory.create, shortfall.nbytes) for _ in range(shortfall.slots)]
+            made = await asyncio.gather(*create, return_exceptions=True)
+        finally:
+            self._promised -= wanted
+        failures = [outcome for outcome in made if isinstance(outcome, BaseException)]
+        segments = [outcome for outcome in made if not isinstance(outcome, BaseException)]
+        gone = self.store.jobs.get(job.name) is not job or shortfall.rank not in job.writers
+        for segment_id, locked in segments:
+            if failures or gone:
+                self._background.thread(self.memory.unlink, segment_id)
+            else:
+                segment = Segment(segment_id, shortfall.rank, shortfall.nbytes, locked=locked)
+                self.store.add_segment(job, segment)
+        self.settle()
+        if failures:
+            raise failures[0]
+        if gone:
+            raise VersionConflict(f"{job.name}: its writer went away while memory was reserved for it")
+
+    async def _until(self, call: Call, job_name: str, look: Callable[[], T | Wait]) -> T:
+        """Asks the store until it has an answer; told by every change of the job, not by a timer."""
+        started = time.monotonic()
+        while True:
+            outcome = look()
+            self.settle()
+            if not isinstance(outcome, Wait):
+                return outcome
+            changed = self._signals.next(job_name)
+            try:
+                async with asyncio.timeout_at(call.deadline):
+                    await changed
+            except TimeoutError:
+                waited = time.monotonic() - started
+                raise DeadlineExceeded(f"waited {waited:.2f} s for {outcome.reason}", {"waited": waited}) from None
+
+    def _expire(self) -> None:
+        self.store.expire(time.monotonic())
+        self.settle()
+
+    def _header(
+        self, job: Job, segment: Segment, epoch: int, step: int, attempt: int, checksums: bool
+    ) -> dict[str, Any]:
+        return {
+            "job": job.name,
+            "owner_uid": job.owner_uid,
+            "epoch": epoch,
+            "step": step,
+            "attempt": attempt,
+            "rank": segment.rank,
+            "world_size": job.world_size,
+            "keep": job.keep,
+            "digest": segment.digest,
+            "checksums": checksums,
+            "size": HEADER_BYTES + segment.nbytes,
+            "state": str(SegmentState.SEALED),
+        }
+
+    async def _save(self, job: Job) -> None:
+        await asyncio.to_thread(self._journal.save, self._journal.record(job))
+
+    def _save_soon(self, job: Job) -> None:
+        """Saves the last committed step off the hot path: until then the newest header says it."""
+        if job.name in self._saving:
+            return
+        self._saving.add(job.name)
+
+        def save() -> None:
+            self._saving.discard(job.name)
+            if self.store.jobs.get(job.name) is job:
+                self._background.thread(self._journal.save, self._journal.record(job))
+
+        self._background.later(1.0, save)
+
+
+def _digests(job: Job) -> Iterable[str]:
+    for writer in (*job.writers.values(), *(job.pending.writers.values() if job.pending else ())):
+        yield from (writer.digest, writer.segment_digest)
+    for version in job.versions.values():
+        yield from version.digests
+    for engine in job.engines.values():
+        yield from (worker.digest for worker in engine.workers.values())
+
+
+def invalid_request(error: AwexdError) -> int | None:
+    """The id of a request that was refused unread, if it had one."""
+    found = error.details.get("id") if isinstance(error, InvalidArgument) else None
+    return found if isinstance(found, int) else None

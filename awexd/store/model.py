@@ -1,0 +1,249 @@
+"""The records of the store. Time is a monotonic number of seconds that the caller passes in."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+VersionKey = tuple[int, int]
+"""(epoch, step)"""
+
+MAX_OPEN_ROUNDS = 64
+"""Rounds that an engine may have open; a worker further behind joins the newest."""
+REMEMBERED_ATTEMPTS = 256
+"""Ended attempts of which a job remembers how they ended, for a client that asks again after a lost reply."""
+
+
+class Wait(NamedTuple):
+    """Not yet: ``reason`` says who or what is waited for; ask again when the job has changed."""
+
+    reason: str
+
+
+class SegmentState(StrEnum):
+    FREE = "free"
+    WRITING = "writing"
+    SEALED = "sealed"
+    HELD = "held"
+
+
+@dataclass(slots=True)
+class Segment:
+    """One rank's slot of shared memory; its bytes follow the manifest ``digest`` unless it is free.
+
+    Attributes:
+        nbytes: room for data and checksums, header not counted.
+        session: of the writer that writes into it, while it does.
+        users: sessions that were given a mapping and have not given it back.
+        unsafe: a process that cannot be asked may still touch the memory: never reused, replaced once it is free.
+        locked: its pages are locked in memory.
+    """
+
+    id: str
+    rank: int
+    nbytes: int
+    state: SegmentState = SegmentState.FREE
+    digest: str = ""
+    checksums: bool = False
+    session: str = ""
+    users: set[str] = field(default_factory=set)
+    unsafe: bool = False
+    locked: bool = False
+
+
+@dataclass(slots=True)
+class Writer:
+    """One registered training process; ``reserved`` is the set of manifests that its segment layout was made for."""
+
+    session: str
+    pid: int
+    rank: int
+    digest: str
+    reserved: str = ""
+    segment_digest: str = ""
+    nbytes: int = 0
+
+
+@dataclass(slots=True)
+class Rendezvous:
+    """The ranks of a restarted trainer that have arrived, before its epoch opens."""
+
+    world_size: int
+    keep: int
+    writers: dict[int, Writer] = field(default_factory=dict)
+
+    @property
+    def absent(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank not in self.writers]
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One try at a version: a segment a rank, sealed one by one. ``digests``: what its ranks had registered."""
+
+    number: int
+    epoch: int
+    step: int
+    segments: dict[int, str] = field(default_factory=dict)
+    digests: dict[int, str] = field(default_factory=dict)
+    sealed: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Version:
+    """A committed version; immutable.
+
+    Attributes:
+        retired: beyond ``keep``; here only until its leases end, and still good for a round that it was fixed to.
+        withdrawn: rolled back or dropped; here only until its leases end, and good for nobody.
+    """
+
+    key: VersionKey
+    attempt: int
+    segments: tuple[str, ...]
+    digests: tuple[str, ...]
+    set_digest: str
+    nbytes: int
+    leases: set[str] = field(default_factory=set)
+    retired: bool = False
+    withdrawn: bool = False
+
+    @property
+    def leaving(self) -> bool:
+        return self.retired or self.withdrawn
+
+    def __str__(self) -> str:
+        return f"epoch {self.key[0]} step {self.key[1]}"
+
+
+@dataclass(slots=True)
+class Lease:
+    """A hold on a version until ``expires``. ``session`` is empty for the hold of a whole round."""
+
+    id: str
+    job: str
+    key: VersionKey
+    session: str
+    expires: float
+    stage: bool = False
+
+
+@dataclass(slots=True)
+class Worker:
+    """One registered inference process. ``round`` is the round that its next update belongs to."""
+
+    session: str
+    pid: int
+    uid: int
+    engine: str
+    rank: int
+    digest: str
+    round: int
+    epoch: int
+    state: str = "empty"
+    version: VersionKey | None = None
+
+
+@dataclass(slots=True)
+class Round:
+    """The n-th update of every worker of an engine: one version for all of them."""
+
+    key: VersionKey
+    holds: list[str] = field(default_factory=list)
+    confirmed: set[int] = field(default_factory=set)
+    active: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Engine:
+    """An inference instance: its workers by rank, and the rounds that not every worker has confirmed."""
+
+    name: str
+    world_size: int
+    workers: dict[int, Worker] = field(default_factory=dict)
+    rounds: dict[int, Round] = field(default_factory=dict)
+    completed: VersionKey | None = None
+
+    @property
+    def absent(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank not in self.workers]
+
+
+class Endings:
+    """How recent attempts ended: by a commit, or why not. Many aborts do not make it forget a commit."""
+
+    def __init__(self) -> None:
+        self._commits: OrderedDict[int, None] = OrderedDict()
+        self._aborts: OrderedDict[int, str] = OrderedDict()
+
+    def commit(self, attempt: int) -> None:
+        _remember(self._commits, attempt, None)
+
+    def abort(self, attempt: int, why: str) -> None:
+        _remember(self._aborts, attempt, why)
+
+    def committed(self, attempt: int) -> bool:
+        return attempt in self._commits
+
+    def why_aborted(self, attempt: int) -> str | None:
+        return self._aborts.get(attempt)
+
+
+@dataclass
+class Job:
+    """All of one job: the trainer's epoch, its slots and versions, and the engines that read it.
+
+    Attributes:
+        epoch: 0 until the first trainer has registered.
+        high: highest step committed or withdrawn in this epoch; -1 for none. Steps are never used twice.
+        idle_since: when its last session ended; None while it has one.
+    """
+
+    name: str
+    owner_uid: int
+    epoch: int = 0
+    world_size: int = 0
+    keep: int = 0
+    high: int = -1
+    uids: set[int] = field(default_factory=set)
+    gids: set[int] = field(default_factory=set)
+    writers: dict[int, Writer] = field(default_factory=dict)
+    pending: Rendezvous | None = None
+    segments: dict[str, Segment] = field(default_factory=dict)
+    attempts: dict[int, Attempt] = field(default_factory=dict)
+    endings: Endings = field(default_factory=Endings)
+    versions: dict[VersionKey, Version] = field(default_factory=dict)
+    engines: dict[str, Engine] = field(default_factory=dict)
+    idle_since: float | None = None
+
+    def held(self) -> list[Version]:
+        """Versions a reader may ask for, newest first."""
+        return sorted((v for v in self.versions.values() if not v.leaving), key=lambda v: v.key, reverse=True)
+
+    def describe_held(self) -> str:
+        return describe_keys(version.key for version in self.held())
+
+    def slots(self, rank: int) -> list[Segment]:
+        return [segment for segment in self.segments.values() if segment.rank == rank]
+
+
+def _remember(ended: OrderedDict[int, T], attempt: int, how: T) -> None:
+    ended[attempt] = how
+    while len(ended) > REMEMBERED_ATTEMPTS:
+        ended.popitem(last=False)
+
+
+def describe_keys(keys: Iterable[VersionKey]) -> str:
+    listed = [f"epoch {epoch} step {step}" for epoch, step in keys]
+    return "held: " + (", ".join(listed) if listed else "none")
+
+
+def describe_ranks(ranks: Iterable[int]) -> str:
+    listed = sorted(ranks)
+    shown = ", ".join(map(str, listed[:16])) + (", ..." if len(listed) > 16 else "")
+    return ("rank " if len(listed) == 1 else "ranks ") + shown

@@ -1,0 +1,213 @@
+"""The engine's side of a job: registration, rounds, and which version an update gets."""
+
+from __future__ import annotations
+
+from awexd.store.model import (
+    MAX_OPEN_ROUNDS,
+    Engine,
+    Job,
+    Round,
+    Version,
+    VersionKey,
+    Wait,
+    Worker,
+    describe_keys,
+    describe_ranks,
+)
+from awexd.store.writing import epoch_changed
+from awexd_transports.errors import EpochChanged, InvalidArgument, VersionConflict, VersionUnavailable
+
+
+def check(job: Job, worker: Worker, world_size: int) -> None:
+    """Refuses what cannot be registered; changes nothing.
+
+    Raises:
+        InvalidArgument: the rank is not in the world.
+        VersionConflict: another live process has that rank, or the world's size differs.
+    """
+    if worker.rank >= world_size:
+        raise InvalidArgument(f"rank {worker.rank} in a world of {world_size}")
+    engine = job.engines.get(worker.engine)
+    if engine is None:
+        return
+    holder = engine.workers.get(worker.rank)
+    if holder is not None and holder.session != worker.session:
+        raise VersionConflict(
+            f"{job.name}: rank {worker.rank} of engine {engine.name} is registered by process {holder.pid}, which lives"
+        )
+    if engine.world_size != world_size and engine.workers.keys() - {worker.rank}:
+        raise VersionConflict(f"{job.name}: engine {engine.name} has {engine.world_size} workers, not {world_size}")
+
+
+def register(job: Job, worker: Worker, world_size: int) -> None:
+    """Registers one worker of an engine, which has been checked, joining the round that its engine is in."""
+    engine = job.engines.setdefault(worker.engine, Engine(worker.engine, world_size))
+    engine.world_size = world_size
+    worker.epoch = job.epoch
+    worker.round = _round_to_join(engine, worker.rank)
+    engine.workers[worker.rank] = worker
+
+
+def resume(engine: Engine, worker: Worker, updates: int) -> list[str]:
+    """Takes up a worker's count of updates after a restart; the leases that end with it.
+
+    Its last one is a round that siblings may not have finished: they must get the same version.
+    """
+    worker.round = updates
+    if updates and worker.version:
+        last = engine.rounds.setdefault(updates - 1, Round(worker.version))
+        if last.key == worker.version:
+            last.confirmed.add(worker.rank)
+    return close_completed(engine)
+
+
+def siblings(job: Job, worker: Worker) -> Wait | list[str]:
+    """The manifests of every worker of the engine, once all have registered."""
+    engine = job.engines[worker.engine]
+    if engine.absent:
+        return Wait(f"{job.name}: {describe_ranks(engine.absent)} of engine {engine.name} to register")
+    return [engine.workers[rank].digest for rank in range(engine.world_size)]
+
+
+def choose(job: Job, worker: Worker, step: int | None, stage: bool) -> Wait | Version:
+    """The version that this worker's next update gets: its round's, else that step, else the newest.
+
+    Raises:
+        VersionUnavailable: it is not held, and never will be (again).
+        VersionConflict: another worker of the engine has fixed another step for this round.
+        EpochChanged: the step was waited for in an epoch that is over.
+    """
+    engine = job.engines[worker.engine]
+    if worker.round not in engine.rounds and any(number > worker.round for number in engine.rounds):
+        worker.round = _round_to_join(engine, worker.rank)
+    current = None if stage else engine.rounds.get(worker.round)
+    if current is not None:
+        return _of_round(job, engine, worker, current, step)
+    if step is None:
+        held = job.held()
+        return held[0] if held else Wait(f"{job.name}: its first committed version")
+    epochs = (job.epoch, worker.epoch)
+    found = next((version for version in job.held() if version.key[1] == step and version.key[0] in epochs), None)
+    if found is not None:
+        return found
+    _check_epoch(job, worker)
+    if step <= job.high:
+        raise VersionUnavailable(f"{job.name}: step {step} is not held any more; {job.describe_held()}", _held(job))
+    return Wait(f"{job.name}: step {step} of epoch {job.epoch} to be committed; {job.describe_held()}")
+
+
+def newest_since(job: Job, worker: Worker, step: int) -> Wait | VersionKey:
+    """The newest version, once it is at least ``step``.
+
+    Raises:
+        EpochChanged: the epoch in which that was to come is over.
+    """
+    held = job.held()
+    if held and held[0].key[0] in (worker.epoch, job.epoch) and held[0].key[1] >= step:
+        return held[0].key
+    _check_epoch(job, worker)
+    return Wait(f"{job.name}: a version of step {step} or later in epoch {job.epoch}; {job.describe_held()}")
+
+
+def open_round(engine: Engine, worker: Worker, key: VersionKey) -> list[str]:
+    """Opens the worker's round for that version if it is not open yet; the leases that end with rounds left behind."""
+    current = engine.rounds.setdefault(worker.round, Round(key))
+    current.active.add(worker.rank)
+    ended: list[str] = []
+    while len(engine.rounds) > MAX_OPEN_ROUNDS:
+        ended += engine.rounds.pop(min(engine.rounds)).holds
+    return ended
+
+
+def confirm(engine: Engine, worker: Worker, key: VersionKey) -> list[str]:
+    """This worker runs on that version now; the leases that end with it."""
+    worker.state, worker.version, worker.epoch = "ready", key, key[0]
+    current = engine.rounds.get(worker.round)
+    if current is None:
+        return []
+    current.confirmed.add(worker.rank)
+    current.active.discard(worker.rank)
+    worker.round += 1
+    return close_completed(engine)
+
+
+def give_up(engine: Engine, worker: Worker) -> list[str]:
+    """This worker's update failed: its retry joins the same round, unless nobody has got anything in it yet."""
+    current = engine.rounds.get(worker.round)
+    if current is None:
+        return []
+    current.active.discard(worker.rank)
+    return _drop_unused(engine)
+
+
+def leave(engine: Engine, worker: Worker) -> list[str]:
+    """A worker's session has ended; the leases that end with it."""
+    if engine.workers.get(worker.rank) is worker:
+        del engine.workers[worker.rank]
+        # What it had confirmed went with its process: its successor takes part in those rounds anew.
+        for current in engine.rounds.values():
+            current.confirmed.discard(worker.rank)
+            current.active.discard(worker.rank)
+    ended = _drop_unused(engine)
+    if not engine.workers:
+        ended += [lease for current in engine.rounds.values() for lease in current.holds]
+        engine.rounds.clear()
+    return ended
+
+
+def close_completed(engine: Engine) -> list[str]:
+    """Ends the rounds that every worker has confirmed; the leases that end with them."""
+    ended: list[str] = []
+    for number, current in list(engine.rounds.items()):
+        if len(current.confirmed) == engine.world_size:
+            engine.completed = current.key
+            ended += current.holds
+            del engine.rounds[number]
+    return ended
+
+
+def _drop_unused(engine: Engine) -> list[str]:
+    """Ends rounds in which nobody has got or is getting anything; the leases that end with them."""
+    ended: list[str] = []
+    for number, current in list(engine.rounds.items()):
+        if not current.confirmed and not current.active:
+            ended += current.holds
+            del engine.rounds[number]
+    return ended
+
+
+def _of_round(job: Job, engine: Engine, worker: Worker, current: Round, step: int | None) -> Version:
+    version = job.versions.get(current.key)
+    if version is None or version.withdrawn:
+        number = worker.round
+        worker.round += 1
+        raise VersionUnavailable(
+            f"{job.name}: update {number} of engine {engine.name} was fixed to {describe_keys([current.key])[6:]}, "
+            f"which is not held any more; {job.describe_held()}",
+            _held(job),
+        )
+    if step is not None and step != current.key[1]:
+        raise VersionConflict(
+            f"{job.name}: this update of engine {engine.name} was fixed to step {current.key[1]} by its first worker; "
+            f"rank {worker.rank} asks for step {step}"
+        )
+    return version
+
+
+def _round_to_join(engine: Engine, rank: int) -> int:
+    open_rounds = [number for number, current in engine.rounds.items() if rank not in current.confirmed]
+    if open_rounds:
+        return max(open_rounds)
+    return max((worker.round for worker in engine.workers.values()), default=0)
+
+
+def _check_epoch(job: Job, worker: Worker) -> None:
+    """Tells a worker once that its epoch is over; from then on it is in the new one."""
+    seen, worker.epoch = worker.epoch, job.epoch
+    if seen and seen != job.epoch:
+        error: EpochChanged = epoch_changed(job, seen)
+        raise error
+
+
+def _held(job: Job) -> dict[str, list[list[int]]]:
+    return {"held": [list(version.key) for version in job.held()]}

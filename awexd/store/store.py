@@ -1,0 +1,536 @@
+"""Every job of a node, and the sessions and leases across them.
+
+Methods are synchronous and do no I/O. What is to be done outside stands in :attr:`Store.to_unlink`,
+:attr:`Store.to_clear` (segments whose header must no longer name a version) and :attr:`Store.touched` (jobs whose
+waiters must look again); the daemon drains them after each call. A method that cannot succeed yet returns
+:class:`Wait`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from awexd.store import reading, writing
+from awexd.store.model import (
+    Job,
+    Lease,
+    Segment,
+    SegmentState,
+    Version,
+    VersionKey,
+    Wait,
+    Worker,
+    Writer,
+)
+from awexd.store.writing import Begun, Shortfall
+from awexd_transports.errors import AwexdError, InvalidArgument, VersionConflict, VersionUnavailable
+from awexd_transports.layout import digest_of
+
+
+class Resolved(NamedTuple):
+    """A version leased to a worker."""
+
+    version: Version
+    lease: Lease
+
+
+@dataclass(slots=True)
+class Session:
+    """One client's connection: what it registered, and the descriptors it was given."""
+
+    id: str
+    pid: int
+    uid: int
+    gid: int
+    writer: tuple[str, Writer] | None = None
+    worker: tuple[str, Worker] | None = None
+    leases: set[str] = field(default_factory=set)
+    to_drop: set[str] = field(default_factory=set)
+
+
+class Store:
+    """The state machine. ``attempts`` yields numbers that no earlier daemon has used."""
+
+    def __init__(self, attempts: Iterator[int] | None = None) -> None:
+        self.jobs: dict[str, Job] = {}
+        self.sessions: dict[str, Session] = {}
+        self.leases: dict[str, Lease] = {}
+        self.to_unlink: list[Segment] = []
+        self.to_clear: list[Segment] = []
+        self.touched: set[str] = set()
+        self._attempts = attempts or itertools.count(1)
+        self._ids = itertools.count(1)
+
+    # sessions
+
+    def open_session(self, session: Session) -> None:
+        self.sessions[session.id] = session
+
+    def end_session(self, session_id: str, *, unmapped: bool, why: str, now: float) -> None:
+        """Ends a session, releasing all it has. ``unmapped``: it said goodbye, or its process has exited."""
+        session = self.sessions.pop(session_id)
+        jobs = self._jobs_of(session)
+        if session.writer:
+            job, writer = self.jobs[session.writer[0]], session.writer[1]
+            writing.leave(job, writer, f"{why} (rank {writer.rank}, process {session.pid})")
+            for segment in job.slots(writer.rank):
+                if segment.state is SegmentState.FREE and job.writers.get(writer.rank) is None:
+                    self._unlink(job, segment)
+        if session.worker:
+            job, worker = self.jobs[session.worker[0]], session.worker[1]
+            engine = job.engines.get(worker.engine)
+            if engine is not None:
+                self._end_leases(reading.leave(engine, worker))
+                if not engine.workers:
+                    del job.engines[engine.name]
+        self._end_leases(set(session.leases))
+        for job in self.jobs.values():
+            for segment in job.segments.values():
+                if session_id in segment.users:
+                    segment.users.discard(session_id)
+                    segment.unsafe = segment.unsafe or not unmapped
+        for job in jobs:
+            self._settle(job)
+            if not self._sessions_of(job):
+                job.idle_since = now
+                self._forget_unused(job)
+
+    def closed(self, session: Session, ids: Iterable[str]) -> None:
+        """The session has unmapped these segments."""
+        for segment_id in ids:
+            session.to_drop.discard(segment_id)
+            for job in self.jobs.values():
+                if segment_id in job.segments:
+                    job.segments[segment_id].users.discard(session.id)
+
+    def opened(self, session: Session, segment: Segment) -> None:
+        """The session was given a descriptor of that segment."""
+        segment.users.add(session.id)
+
+    # writing
+
+    def job_for(self, name: str, owner_uid: int, now: float) -> Job:
+        """The job, made if it is not there; idle until somebody registers."""
+        job = self.jobs.get(name)
+        if job is None:
+            job = self.jobs[name] = Job(name, owner_uid, idle_since=now)
+        return job
+
+    def _forget_unused(self, job: Job) -> None:
+        """Forgets a job that nothing has come of: no epoch, no grant, nobody in it."""
+        if not (job.epoch or job.uids or job.gids or job.engines or job.pending) and self.jobs.get(job.name) is job:
+            del self.jobs[job.name]
+
+    def register_writer(
+        self,
+        session: Session,
+        job: Job,
+        rank: int,
+        digest: str,
+        *,
+        world_size: int,
+        epoch: int | str,
+        keep: int,
+        after: int | None = None,
+    ) -> bool:
+        """Registers a training process; True if that opened an epoch. See :func:`writing.register`."""
+        self._check_role(session, job, writer_rank=rank)
+        writer = Writer(session.id, session.pid, rank, digest)
+        try:
+            opened = writing.register(job, writer, world_size, epoch, keep, after)
+        finally:
+            self._forget_unused(job)
+        session.writer = (job.name, writer)
+        job.idle_since = None
+        if opened:
+            for segment in list(job.segments.values()):
+                if segment.rank >= job.world_size and segment.state is SegmentState.FREE:
+                    self._unlink(job, segment)
+        self._settle(job)
+        return opened
+
+    def is_pending(self, session: Session) -> bool:
+        """Whether the session's writer waits for other ranks to open a new epoch with it."""
+        job, writer = self.writer_of(session)
+        return job.writers.get(writer.rank) is not writer
+
+    def ready(self, session: Session) -> Wait | tuple[str, list[str]]:
+        """The digest of the registered manifests and the manifests' own, in rank order."""
+        job, writer = self.writer_of(session)
+        outcome = writing.ready(job, writer)
+        if isinstance(outcome, Wait):
+            return outcome
+        digests = writing.present(job)
+        return outcome, [digests[rank] for rank in range(job.world_size)]
+
+    def reserve(self, session: Session, set_digest: str, segment_digest: str, nbytes: int) -> Shortfall:
+        """Declares the session's segment layout; frees its slots of another size."""
+        job, writer = self.writer_of(session)
+        if set_digest != writer.reserved:
+            self._abort_where(job, writer, f"rank {writer.rank} changed its layout")
+        shortfall = writing.reserve(job, writer, set_digest, segment_digest, nbytes)
+        for segment in job.slots(writer.rank):
+            if segment.state is SegmentState.FREE and (segment.nbytes != nbytes or segment.unsafe):
+                self._unlink(job, segment)
+        self._trim(job)
+        self.touched.add(job.name)
+        return shortfall
+
+    def add_segment(self, job: Job, segment: Segment) -> None:
+        job.segments[segment.id] = segment
+        self.touched.add(job.name)
+
+    def begin(self, session: Session, step: int, set_digest: str) -> Begun | Shortfall | Wait:
+        job, writer = self.writer_of(session)
+        before = _open_slots(job)
+        try:
+            return writing.begin(job, writer, step, set_digest, self._attempts)
+        finally:
+            # Waiters ask again at every change: one that changes nothing must not wake the others.
+            if _open_slots(job) != before:
+                self._settle(job)
+
+    def check_seal(self, session: Session, epoch: int, step: int, attempt: int) -> Segment | None:
+        """The segment to seal, None if that is done. On an error the slot is free again."""
+        job, writer = self.writer_of(session)
+        try:
+            return writing.check_seal(job, writer, epoch, step, attempt)
+        except AwexdError:
+            writing.give_up_slot(job, writer)
+            self._settle(job)
+            raise
+
+    def seal(self, session: Session, step: int, checksums: bool) -> Version | None:
+        job, writer = self.writer_of(session)
+        version = writing.seal(job, writer, step, checksums)
+        self._settle(job)
+        return version
+
+    def abort(self, session: Session, step: int, attempt: int, reason: str) -> None:
+        job, writer = self.writer_of(session)
+        current = job.attempts.get(step)
+        if current is not None and current.number == attempt and writer.rank in current.segments:
+            writing.abort(job, step, f"rank {writer.rank} aborted it: {reason}")
+        writing.give_up_slot(job, writer)
+        self._settle(job)
+
+    def committed(self, session: Session, epoch: int, step: int, attempt: int) -> Wait | None:
+        job, _ = self.writer_of(session)
+        return writing.committed(job, epoch, step, attempt)
+
+    def rollback(self, job: Job, step: int) -> list[Version]:
+        withdrawn = writing.withdraw_newer(job, step)
+        self._withdrawn(job)
+        return withdrawn
+
+    def drop(self, job: Job, step: int | None) -> list[Version]:
+        """Withdraws the version of that step, or all of them.
+
+        Raises:
+            VersionUnavailable: none of that step is held.
+        """
+        dropped = [version for version in job.held() if step is None or version.key[1] == step]
+        if step is not None and not dropped:
+            raise VersionUnavailable(f"{job.name}: step {step} is not held; {job.describe_held()}")
+        for version in dropped:
+            version.withdrawn = True
+        self._withdrawn(job)
+        return dropped
+
+    def close_job(self, job: Job) -> None:
+        """Forgets the job: memory goes, its clients' next calls say that it was closed."""
+        self._end_leases([lease.id for lease in self.leases.values() if lease.job == job.name])
+        for segment in list(job.segments.values()):
+            self._unlink(job, segment)
+        for session in self.sessions.values():
+            if session.writer and session.writer[0] == job.name:
+                session.writer = None
+            if session.worker and session.worker[0] == job.name:
+                session.worker = None
+        del self.jobs[job.name]
+        self.touched.add(job.name)
+
+    def collect(self) -> None:
+        """Unlinks free slots that no live writer can use."""
+        for job in self.jobs.values():
+            for segment in list(job.segments.values()):
+                writer = job.writers.get(segment.rank)
+                if segment.state is SegmentState.FREE and (writer is None or writer.nbytes != segment.nbytes):
+                    self._unlink(job, segment)
+
+    def idle_jobs(self, now: float, ttl: float) -> list[Job]:
+        """Jobs without a session for ``ttl`` seconds."""
+        return [job for job in self.jobs.values() if job.idle_since is not None and now - job.idle_since >= ttl]
+
+    # reading
+
+    def register_worker(
+        self,
+        session: Session,
+        job: Job,
+        engine: str,
+        rank: int,
+        *,
+        world_size: int,
+        digest: str,
+        version: VersionKey | None = None,
+        updates: int | None = None,
+    ) -> None:
+        """Registers an inference process.
+
+        One that comes back after a restart of ours says what ``version`` it runs on and how many ``updates`` its engine
+        had got with it, so that rounds go on where they were.
+        """
+        self._check_role(session, job, worker=(engine, rank))
+        worker = Worker(session.id, session.pid, session.uid, engine, rank, digest, 0, 0)
+        try:
+            reading.check(job, worker, world_size)
+        except AwexdError:
+            self._forget_unused(job)
+            raise
+        if session.worker:
+            self._end_leases([*session.leases, *reading.leave(job.engines[engine], session.worker[1])])
+        reading.register(job, worker, world_size)
+        if version:
+            worker.state, worker.version, worker.epoch = "ready", version, version[0]
+        if updates is not None:
+            self._end_leases(reading.resume(job.engines[engine], worker, updates))
+        session.worker = (job.name, worker)
+        job.idle_since = None
+        self.touched.add(job.name)
+
+    def siblings(self, session: Session) -> Wait | list[str]:
+        job, worker = self.worker_of(session)
+        return reading.siblings(job, worker)
+
+    def resolve(
+        self, session: Session, step: int | None, lease_seconds: float, stage: bool, now: float
+    ) -> Wait | Resolved:
+        """Leases a version to the session's worker; see :func:`reading.choose`."""
+        job, worker = self.worker_of(session)
+        for stale in [lease for lease in session.leases if self.leases[lease].stage == stage]:
+            self._end_leases([stale])
+        outcome = reading.choose(job, worker, step, stage)
+        if isinstance(outcome, Wait):
+            return outcome
+        lease = self._lease(job, outcome, session.id, now + lease_seconds, stage)
+        session.leases.add(lease.id)
+        if not stage:
+            self._hold_round(job, worker, outcome, lease)
+        return Resolved(outcome, lease)
+
+    def confirm(self, session: Session, lease_id: str, now: float) -> VersionKey:
+        """The update under that lease is done.
+
+        Raises:
+            VersionUnavailable: the lease has run out, or its version was withdrawn meanwhile.
+        """
+        job, worker = self.worker_of(session)
+        lease = self.leases.get(lease_id)
+        current = job.engines[worker.engine].rounds.get(worker.round)
+        fixed = lease is None or current is None or current.key == lease.key
+        if lease is None or lease.session != session.id or lease.stage or not fixed:
+            self._dirty(job, worker)
+            raise VersionUnavailable(f"{job.name}: the lease of this update has run out; update again")
+        version = job.versions[lease.key]
+        if lease.expires <= now or version.withdrawn:
+            self._end_leases([lease_id])
+            self._dirty(job, worker)
+            raise VersionUnavailable(f"{job.name}: {version} was withdrawn during this update; {job.describe_held()}")
+        ended = reading.confirm(job.engines[worker.engine], worker, lease.key)
+        self._end_leases([lease_id, *ended])
+        self._settle(job)
+        return lease.key
+
+    def release(self, session: Session, lease_id: str, dirty: bool) -> None:
+        """The update under that lease was given up; ``dirty``: after it had touched the destination."""
+        job, worker = self.worker_of(session)
+        lease = self.leases.get(lease_id)
+        if lease is None or (lease.session == session.id and not lease.stage):
+            self._end_leases(reading.give_up(job.engines[worker.engine], worker))
+        if dirty:
+            self._dirty(job, worker)
+        if lease is not None and lease.session == session.id:
+            self._end_leases([lease_id])
+        self._settle(job)
+
+    def newest_since(self, session: Session, step: int) -> Wait | VersionKey:
+        job, worker = self.worker_of(session)
+        return reading.newest_since(job, worker, step)
+
+    def expire(self, now: float) -> None:
+        """Ends leases that have run out; memory under them is not reused while its reader may still touch it."""
+        for lease in [lease for lease in self.leases.values() if lease.expires <= now]:
+            job = self.jobs[lease.job]
+            if lease.session:
+                for segment_id in job.versions[lease.key].segments:
+                    job.segments[segment_id].unsafe = True
+            self._end_leases([lease.id])
+            self._give_up_round(lease)
+            self._settle(job)
+
+    def next_expiry(self) -> float | None:
+        return min((lease.expires for lease in self.leases.values()), default=None)
+
+    # adoption
+
+    def adopt(self, job: Job, version: Version, segments: Iterable[Segment]) -> None:
+        """Takes over a committed version of an earlier daemon. Who maps it is unknown: its memory is never reused."""
+        for segment in segments:
+            segment.state, segment.unsafe = SegmentState.HELD, True
+            job.segments[segment.id] = segment
+        job.versions[version.key] = version
+        job.endings.commit(version.attempt)
+        if version.key[0] == job.epoch:
+            job.high = max(job.high, version.key[1])
+        self._settle(job)
+
+    # lookups
+
+    def writer_of(self, session: Session) -> tuple[Job, Writer]:
+        if session.writer is None:
+            raise InvalidArgument("this session has no registered writer (not registered, or its job was closed)")
+        return self.jobs[session.writer[0]], session.writer[1]
+
+    def worker_of(self, session: Session) -> tuple[Job, Worker]:
+        if session.worker is None:
+            raise InvalidArgument("this session has no registered reader (not registered, or its job was closed)")
+        return self.jobs[session.worker[0]], session.worker[1]
+
+    def current_set(self, job: Job) -> list[str] | None:
+        """Digests of the segment manifests that the next version will follow, if every rank has reserved."""
+        writers = [job.writers[rank] for rank in sorted(job.writers)]
+        if not writers or len(writers) != job.world_size or any(not w.segment_digest for w in writers):
+            return None
+        return [w.segment_digest for w in writers]
+
+    def find_set(self, job: Job, set_digest: str | None) -> list[str] | None:
+        """The manifests of that set; None: of the next version, or else of the newest."""
+        current = self.current_set(job)
+        candidates = [current] if current else []
+        candidates += [list(version.digests) for version in sorted(job.versions.values(), key=lambda v: v.key)[::-1]]
+        for digests in candidates:
+            if set_digest is None or digest_of(digests) == set_digest:
+                return digests
+        return None
+
+    # internals
+
+    def _check_role(
+        self, session: Session, job: Job, writer_rank: int | None = None, worker: tuple[str, int] | None = None
+    ) -> None:
+        if session.writer and (session.writer[0], session.writer[1].rank) != (job.name, writer_rank):
+            raise VersionConflict(f"this session writes {session.writer[0]} as rank {session.writer[1].rank} already")
+        if session.worker:
+            name, known = session.worker
+            if (name, known.engine, known.rank) != (job.name, *(worker or ("", -1))):
+                raise VersionConflict(f"this session reads {name} as rank {known.rank} of {known.engine} already")
+
+    def _lease(self, job: Job, version: Version, session: str, expires: float, stage: bool = False) -> Lease:
+        lease = Lease(f"l{next(self._ids)}", job.name, version.key, session, expires, stage)
+        self.leases[lease.id] = lease
+        version.leases.add(lease.id)
+        return lease
+
+    def _hold_round(self, job: Job, worker: Worker, version: Version, lease: Lease) -> None:
+        engine = job.engines[worker.engine]
+        fresh = worker.round not in engine.rounds
+        self._end_leases(reading.open_round(engine, worker, version.key))
+        current = engine.rounds.get(worker.round)
+        if current is None or not fresh:
+            return
+        current.holds.append(self._lease(job, version, "", lease.expires).id)
+        previous = job.versions.get(engine.completed) if engine.completed else None
+        if previous is not None and previous is not version:
+            current.holds.append(self._lease(job, previous, "", lease.expires).id)
+
+    def _withdrawn(self, job: Job) -> None:
+        """Rounds fixed to a withdrawn version hold it no longer; updates under way keep its memory, not its name."""
+        for lease in list(self.leases.values()):
+            if lease.job == job.name and not lease.session and job.versions[lease.key].withdrawn:
+                self._end_leases([lease.id])
+        self._settle(job)
+
+    def _give_up_round(self, lease: Lease) -> None:
+        session = self.sessions.get(lease.session)
+        if session is None or session.worker is None or lease.stage:
+            return
+        job, worker = self.worker_of(session)
+        self._end_leases(reading.give_up(job.engines[worker.engine], worker))
+
+    def _dirty(self, job: Job, worker: Worker) -> None:
+        worker.state, worker.version = "dirty", None
+        self.touched.add(job.name)
+
+    def _end_leases(self, ids: Iterable[str]) -> None:
+        for lease_id in ids:
+            lease = self.leases.get(lease_id)
+            if lease is not None:
+                self._forget_lease(lease)
+
+    def _forget_lease(self, lease: Lease) -> None:
+        del self.leases[lease.id]
+        job = self.jobs[lease.job]
+        if lease.key in job.versions:
+            job.versions[lease.key].leases.discard(lease.id)
+        if lease.session in self.sessions:
+            self.sessions[lease.session].leases.discard(lease.id)
+        self._settle(job)
+
+    def _abort_where(self, job: Job, writer: Writer, why: str) -> None:
+        for step, attempt in list(job.attempts.items()):
+            if writer.rank in attempt.segments:
+                writing.abort(job, step, why)
+
+    def _settle(self, job: Job) -> None:
+        """Retires versions beyond ``keep`` and frees what no lease holds."""
+        self.touched.add(job.name)
+        for version in job.held()[max(job.keep, 1) :]:
+            version.retired = True
+        for version in [v for v in job.versions.values() if v.leaving and not v.leases]:
+            del job.versions[version.key]
+            for segment_id in version.segments:
+                self._free(job, job.segments[segment_id])
+        for segment in list(job.segments.values()):
+            if segment.state is SegmentState.FREE:
+                self._free(job, segment)
+        self._trim(job)
+
+    def _trim(self, job: Job) -> None:
+        """A lowered ``keep`` needs fewer slots."""
+        for writer in job.writers.values():
+            fitting = [segment for segment in job.slots(writer.rank) if segment.nbytes == writer.nbytes]
+            free = [segment for segment in fitting if segment.state is SegmentState.FREE]
+            for segment in free[: max(0, len(fitting) - job.keep - 1)]:
+                self._unlink(job, segment)
+
+    def _free(self, job: Job, segment: Segment) -> None:
+        if segment.state is SegmentState.HELD:
+            self.to_clear.append(segment)
+        segment.state, segment.digest, segment.checksums = SegmentState.FREE, "", False
+        writer = job.writers.get(segment.rank)
+        misfit = writer is not None and writer.reserved != "" and writer.nbytes != segment.nbytes
+        if segment.unsafe or misfit or segment.rank >= job.world_size:
+            self._unlink(job, segment)
+
+    def _unlink(self, job: Job, segment: Segment) -> None:
+        del job.segments[segment.id]
+        segment.state = SegmentState.FREE
+        for session_id in segment.users:
+            if session_id in self.sessions:
+                self.sessions[session_id].to_drop.add(segment.id)
+        self.to_unlink.append(segment)
+
+    def _jobs_of(self, session: Session) -> list[Job]:
+        names = {role[0] for role in (session.writer, session.worker) if role}
+        return [self.jobs[name] for name in names]
+
+    def _sessions_of(self, job: Job) -> bool:
+        return any(job in self._jobs_of(session) for session in self.sessions.values())
+
+
+def _open_slots(job: Job) -> list[tuple[int, int, str]]:
+    return [(a.number, rank, segment) for a in job.attempts.values() for rank, segment in a.segments.items()]
