@@ -1,0 +1,263 @@
+"""What writers and readers share: a connection that is made again after the daemon has restarted, and mappings."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Self, TypeVar
+
+from awexd.manifests import sealed_memfd, unbundle
+from awexd.protocol import MAX_DEADLINE_MS, MAX_WORLD_SIZE
+from awexd_client.mappings import Mappings
+from awexd_client.session import Connection, socket_path
+from awexd_transports.errors import AwexdError, DaemonUnavailable, DeadlineExceeded, InvalidArgument
+from awexd_transports.layout import Manifest
+
+DEFAULT_TIMEOUT = 60.0
+"""Seconds; the default of every call that can wait."""
+RECONNECT_SECONDS = 5.0
+"""How long a call that finds the daemon gone tries to reach the next one."""
+TELL_SECONDS = 1.0
+_RETRY_SECONDS = 0.05
+_log = logging.getLogger(__name__)
+
+MODES = ("auto", "host", "direct")
+TRANSPORTS = ("auto", "shm", "cuda_ipc", "nccl", "rdma", "tcp")
+VERIFY = ("off", "checksum")
+
+T = TypeVar("T")
+
+_endpoints: weakref.WeakSet[Endpoint] = weakref.WeakSet()
+_graveyard: list[Mappings] = []
+"""In a forked child: kept for good, since unmapping them would hit whatever the child has mapped there since."""
+
+
+class Endpoint(ABC):
+    """A client of one daemon. A context manager; ``close`` ends its session, and the daemon releases all it held."""
+
+    def __init__(
+        self,
+        job: str,
+        rank: int,
+        world_size: int,
+        socket: str | os.PathLike[str] | None,
+        *,
+        mode: str,
+        transport: str,
+        verify: str,
+        writable: bool,
+    ) -> None:
+        check_whole("world_size", world_size, 1, MAX_WORLD_SIZE)
+        check_whole("rank", rank, 0, world_size - 1)
+        _check_choice("mode", mode, MODES, available=("auto", "host"))
+        _check_choice("transport", transport, TRANSPORTS, available=("auto", "shm"))
+        _check_choice("verify", verify, VERIFY, available=VERIFY)
+        self.job = job
+        self.rank = rank
+        self.world_size = world_size
+        self.verify_mode = verify
+        self._path = socket_path(socket)
+        self._lock = threading.RLock()
+        self._maps = Mappings(writable=writable)
+        self._closed = False
+        self._forked = False
+        self._manifests: dict[str, Manifest] = {}
+        self._connection = Connection(self._path)
+        _endpoints.add(self)
+
+    def close(self) -> None:
+        """Ends the session. Held versions stay; what was not sealed is discarded. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._forked:
+            return
+        if not self._lock.acquire(blocking=False):
+            self._connection.close()  # wakes a call that waits; a copy that runs ends first
+            self._lock.acquire()
+        try:
+            self._forget_tables(None)
+            self._maps.close()
+            self._connection.goodbye()
+        finally:
+            self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise InvalidArgument(f"this {type(self).__name__} is closed")
+        if self._forked:
+            raise DaemonUnavailable("this client belongs to the parent process; make a new one after fork")
+
+    def _after_fork(self) -> None:
+        """In a forked child: the session is the parent's, and the mappings were not inherited (MADV_DONTFORK)."""
+        self._forked = True
+        self._lock = threading.RLock()
+        _graveyard.append(self._maps)
+        self._maps = Mappings(writable=False)
+        self._forget_tables(None)
+
+    @abstractmethod
+    def _register_again(self, timeout: float) -> None:
+        """Restores this endpoint's registration on a new connection."""
+
+    @abstractmethod
+    def _forget_tables(self, segments: Sequence[str] | None) -> None:
+        """Lets go of copies over these segments' mappings (None: of all)."""
+
+    def _call(
+        self, operation: str, arguments: dict[str, Any], timeout: float, fds: Sequence[int] = ()
+    ) -> tuple[dict[str, Any], list[int]]:
+        self._check_usable()
+        answer = self._connection.call(operation, arguments, timeout=timeout, fds=fds)
+        # Not while another thread may be copying through these mappings; the next call will do.
+        if self._connection.dropped and self._lock.acquire(blocking=False):
+            try:
+                self._unmap(timeout)
+            finally:
+                self._lock.release()
+        return answer
+
+    def _ask(self, operation: str, timeout: float, **arguments: Any) -> dict[str, Any]:
+        """A call whose answer has no descriptors."""
+        return self._call(operation, arguments, timeout)[0]
+
+    def _tell(self, operation: str, **arguments: Any) -> None:
+        """A call whose failure is not the caller's: the end of the session, or of a lease, does the same later."""
+        try:
+            self._connection.call(operation, arguments, timeout=TELL_SECONDS, grace=0.0)
+        except AwexdError as error:
+            _log.debug("%s was not heard: %s", operation, error)
+
+    def _ask_with_body(self, operation: str, timeout: float, body: bytes, **arguments: Any) -> dict[str, Any]:
+        """A call that carries a manifest."""
+        fd = sealed_memfd("awexd-manifest", [body])
+        try:
+            return self._call(operation, arguments, timeout, [fd])[0]
+        finally:
+            os.close(fd)
+
+    def _ask_for_manifests(self, operation: str, timeout: float, **arguments: Any) -> dict[str, Any]:
+        """A call whose answer brings manifests; they are decoded into ``self._manifests``."""
+        result, fds = self._call(operation, arguments, timeout)
+        try:
+            if fds:
+                new = {d: body for d, body in unbundle(result["bodies"], fds[0]).items() if d not in self._manifests}
+                self._manifests.update((digest, Manifest.decode(body)) for digest, body in new.items())
+        finally:
+            for fd in fds:
+                os.close(fd)
+        return result
+
+    def _open_segments(self, ids: Sequence[str]) -> list[int]:
+        return self._call("segment.open", {"ids": list(ids)}, DEFAULT_TIMEOUT)[1]
+
+    def _unmap(self, timeout: float) -> None:
+        """Gives back mappings of segments that the daemon has replaced; only then is their memory free."""
+        ids = self._connection.take_dropped()
+        self._forget_tables(ids)
+        self._maps.discard(ids)
+        self._connection.call("segment.closed", {"ids": ids}, timeout=timeout)
+
+    def _surviving(self, action: Callable[[Deadline], T], timeout: float) -> T:
+        """Runs ``action``; if the daemon goes away, once more on a new connection to the next one."""
+        self._check_usable()
+        deadline = Deadline(timeout)
+        used = self._connection
+        if not used.over:
+            try:
+                return action(deadline)
+            except DaemonUnavailable:
+                if self._closed or deadline.left() <= 0:
+                    raise
+        # Under the lock: no other thread may be copying into mappings that go with the old connection.
+        if not self._lock.acquire(timeout=deadline.left()):
+            raise DeadlineExceeded(f"the daemon went away; no turn to reconnect within {timeout:g} s")
+        try:
+            if self._connection is used:
+                self._reconnect(deadline)
+        finally:
+            self._lock.release()
+        return action(deadline)
+
+    def _reconnect(self, deadline: Deadline) -> None:
+        self._connection.close()
+        self._forget_tables(None)
+        self._maps.close()
+        self._connection = _connect_again(self._path, min(deadline.left(), RECONNECT_SECONDS))
+        try:
+            self._register_again(deadline.left())
+        except BaseException:
+            self._connection.close()  # half a client would be refused for ever: the next call connects anew
+            raise
+
+
+class Deadline:
+    """A moment by which a call must have answered."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = min(_seconds(seconds), MAX_DEADLINE_MS / 1000)
+        self._end = time.monotonic() + self.seconds
+
+    def left(self) -> float:
+        return max(0.0, self._end - time.monotonic())
+
+
+def _seconds(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        raise InvalidArgument(f"timeout must be seconds >= 0, not {value!r}")
+    return float(value)
+
+
+def _connect_again(path: str, seconds: float) -> Connection:
+    """The kernel tells nobody when a socket begins to listen: this is the one place that has to try again and again."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            return Connection(path, timeout=max(_RETRY_SECONDS, end - time.monotonic()))
+        except (DaemonUnavailable, DeadlineExceeded):
+            if time.monotonic() >= end:
+                raise
+            time.sleep(_RETRY_SECONDS)
+
+
+def check_whole(name: str, value: object, low: int, high: int | None = None) -> None:
+    """Refuses what is no whole number from ``low`` to ``high``.
+
+    Raises:
+        InvalidArgument: naming the argument.
+    """
+    bounds = f"from {low} to {high}" if high is not None else f">= {low}"
+    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+        raise InvalidArgument(f"{name} must be a whole number {bounds}, not {value!r}")
+
+
+def _check_choice(name: str, value: str, known: Sequence[str], available: Sequence[str]) -> None:
+    if value not in known:
+        raise InvalidArgument(f"{name}={value!r}; known: {', '.join(known)}")
+    if value not in available:
+        raise InvalidArgument(f"{name}={value!r} is not available on this host; available: {', '.join(available)}")
+
+
+def failed(error: BaseException) -> str:
+    """A reason short enough to send."""
+    text = str(error) if isinstance(error, AwexdError) else f"{type(error).__name__}: {error}"
+    return text[:1000]
+
+
+def _after_fork() -> None:
+    for endpoint in list(_endpoints):
+        endpoint._after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,129 @@
+"""What a process registered: its shards, where their bytes lie, and the manifest that describes them."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from awexd_client.adapters.base import Adapter
+from awexd_client.adapters.registry import shards_of, watch
+from awexd_client.adapters.watch import Watch
+from awexd_transports.copy import View, overlapping
+from awexd_transports.dtypes import dtype_name
+from awexd_transports.errors import InvalidArgument, ManifestMismatch
+from awexd_transports.layout import Box, Entry, Manifest, Shard, TensorSpec
+
+Casts = object
+"""None, one dtype for every floating-point tensor, or {name pattern: dtype}."""
+
+_FLOATING = frozenset({"float64", "float32", "float16", "bfloat16"})
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Live memory of a process. ``views[i]`` is where the bytes of ``manifest.entries[i]`` lie, in their own dtype."""
+
+    target: object
+    adapter: str | Adapter | None
+    manifest: Manifest
+    views: tuple[View, ...]
+    watch: Watch
+
+    @classmethod
+    def of(cls, target: object, adapter: str | Adapter | None = None, casts: Casts = None) -> Holding:
+        """Looks the target up; nothing is copied.
+
+        Raises:
+            InvalidArgument: nothing understands the target, or a tensor that cannot be moved, by name.
+            ManifestMismatch: two shards that contradict each other.
+        """
+        target = _reusable(target)
+        shards = shards_of(target, adapter)
+        if not shards:
+            raise InvalidArgument("nothing to register: the target has no tensors")
+        wire = _wire_dtypes(shards, casts)
+        views = tuple(view_of(shard) for shard in shards)
+        entries = _entries(shards, views, wire)
+        return cls(target, adapter, Manifest.of(entries), views, watch(target))
+
+    @cached_property
+    def index(self) -> dict[tuple[str, Box], int]:
+        """Entry numbers by name and box."""
+        return {(entry.tensor.name, entry.box): number for number, entry in enumerate(self.manifest.entries)}
+
+    def piece_views(self) -> list[View]:
+        """Where each piece lies, by piece number."""
+        views: dict[int, View] = {}
+        for entry, view in zip(self.manifest.entries, self.views, strict=True):
+            views.setdefault(entry.piece, view)
+        return [views[number] for number in range(len(views))]
+
+    def labels(self) -> list[tuple[str, View]]:
+        return [(entry.tensor.name, view) for entry, view in zip(self.manifest.entries, self.views, strict=True)]
+
+    def check_disjoint(self) -> None:
+        """A destination must not be written twice.
+
+        Raises:
+            ManifestMismatch: two tensors share memory without being aliases of each other.
+        """
+        pieces: dict[int, tuple[str, View]] = {}
+        for entry, label in zip(self.manifest.entries, self.labels(), strict=True):
+            pieces.setdefault(entry.piece, label)
+        clash = overlapping(list(pieces.values()))
+        if clash:
+            raise ManifestMismatch.between(
+                "tensors to be written share memory", mismatched={clash[0]: f"overlaps {clash[1]} in memory"}
+            )
+
+
+def view_of(shard: Shard) -> View:
+    """Where a shard's bytes lie.
+
+    Raises:
+        InvalidArgument: not in this process's plain host memory; names the shard.
+    """
+    try:
+        return View.of(shard.tensor)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{shard.name}: {error}") from error
+
+
+def _entries(shards: list[Shard], views: tuple[View, ...], wire: list[str]) -> Iterable[Entry]:
+    """Names over the very same memory become aliases of one piece."""
+    pieces: dict[object, int] = {}
+    for number, (shard, view, dtype) in enumerate(zip(shards, views, wire, strict=True)):
+        same = (view.address, view.shape, view.strides, view.dtype, dtype) if view.numel else number
+        piece = pieces.setdefault(same, len(pieces))
+        yield Entry(TensorSpec(shard.name, shard.global_shape, dtype), shard.box, piece, shard.layout)
+
+
+def _wire_dtypes(shards: list[Shard], casts: Casts) -> list[str]:
+    own = [dtype_name(shard.tensor.dtype) for shard in shards]
+    if casts is None:
+        return own
+    if not isinstance(casts, Mapping):
+        asked = dtype_name(casts)
+        return [asked if dtype in _FLOATING else dtype for dtype in own]
+    rules = {pattern: dtype_name(dtype) for pattern, dtype in casts.items()}
+    used: set[str] = set()
+    wire = []
+    for shard, dtype in zip(shards, own, strict=True):
+        rule = next((pattern for pattern in rules if fnmatch.fnmatchcase(shard.name, pattern)), None)
+        used.update([rule] if rule else [])
+        wire.append(rules[rule] if rule else dtype)
+    unused = rules.keys() - used
+    if unused:
+        raise InvalidArgument(f"dtype= has patterns that match no tensor first: {', '.join(sorted(unused))}")
+    return wire
+
+
+def _reusable(target: object) -> object:
+    """An iterator of shards would be used up by the first look."""
+    from torch.nn import Module
+
+    if isinstance(target, Module | Mapping | list | tuple) or not isinstance(target, Iterable):
+        return target
+    return list(target)

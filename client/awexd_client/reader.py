@@ -1,0 +1,368 @@
+"""The inference side: one WorkerWeightsReader in each worker process of an engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from awexd.protocol import MAX_STEP
+from awexd_client.adapters.base import Adapter
+from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline, Endpoint, check_whole
+from awexd_client.holding import Holding
+from awexd_client.mappings import Mapping
+from awexd_client.tables import Sources, Tables, build, check_pieces
+from awexd_transports.copy import CopyTable
+from awexd_transports.errors import (
+    AwexdError,
+    DaemonUnavailable,
+    IntegrityError,
+    InvalidArgument,
+    ManifestMismatch,
+    VersionUnavailable,
+)
+from awexd_transports.layout import Manifest
+from awexd_transports.plan import plan, unexpected
+
+State = Literal["empty", "ready", "dirty"]
+
+TABLES_KEPT = 8
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateResult:
+    """What an update did.
+
+    Attributes:
+        epoch, step: the version that the live tensors now hold.
+        bytes: written into them.
+        stage_seconds: spent before the first of them was touched (the wait for the version included).
+        pause_seconds: from then until the version was confirmed; the engine must not generate meanwhile.
+        transport: how the bytes came.
+        workers: one result a worker, where a WeightReader made this one.
+    """
+
+    epoch: int
+    step: int
+    bytes: int
+    stage_seconds: float
+    pause_seconds: float
+    transport: str
+    workers: tuple[UpdateResult, ...] = ()
+
+
+@dataclass(slots=True)
+class Staged:
+    """A version leased and checked, nothing touched yet."""
+
+    epoch: int
+    step: int
+    lease: str
+    copies: CopyTable
+    mappings: tuple[Mapping, ...]
+    started: float
+    ready: float
+
+
+class WorkerWeightsReader(Endpoint):
+    """Brings versions into one inference process's live tensors, in place.
+
+    Args:
+        job: ``owner/name``; a bare name is this user's own.
+        engine: the inference instance; its workers get the same version in each round of updates.
+        rank, world_size: of this worker in its engine.
+        socket: the daemon's; None: ``$AWEXD_SOCKET``, else the default.
+        mode, transport: ``"auto"``, ``"host"`` and ``"auto"``, ``"shm"`` are available without GPUs.
+        verify: ``"checksum"``: compare what is held with its writer's checksums (where there are any), and what
+            arrived with what is held.
+
+    Raises:
+        DaemonUnavailable, AccessDenied, InvalidArgument
+    """
+
+    def __init__(
+        self,
+        job: str,
+        engine: str,
+        rank: int,
+        world_size: int,
+        socket: str | os.PathLike[str] | None = None,
+        *,
+        mode: str = "auto",
+        transport: str = "auto",
+        verify: str = "off",
+    ) -> None:
+        super().__init__(job, rank, world_size, socket, mode=mode, transport=transport, verify=verify, writable=False)
+        self.engine = engine
+        self._state: State = "empty"
+        self._version: tuple[int, int] | None = None
+        self._updates: int | None = None
+        self._holding_: Holding | None = None
+        self._sources: OrderedDict[str, Sources] = OrderedDict()
+        self._tables: OrderedDict[tuple[str, ...], Tables] = OrderedDict()
+        self._prefetching: threading.Thread | None = None
+
+    @property
+    def state(self) -> State:
+        """``"empty"`` before the first update, ``"dirty"`` after one that failed half-way, else ``"ready"``."""
+        return self._state
+
+    @property
+    def version(self) -> tuple[int, int] | None:
+        """(epoch, step) that the live tensors hold; None unless ready."""
+        return self._version
+
+    def register(self, target: object, adapter: str | Adapter | None = None, timeout: float = DEFAULT_TIMEOUT) -> None:
+        """Declares the live tensors to be updated. They keep their dtype, shape and address.
+
+        Args:
+            target: nn.Module, list of modules, {name: tensor}, or an iterable of Shard.
+            adapter: None to choose by the target; else a name or an adapter.
+
+        Raises:
+            ManifestMismatch: they do not fit what the trainer publishes, or share memory; nothing is registered.
+            VersionConflict: another live process is this worker.
+        """
+        holding = Holding.of(target, adapter)
+        holding.check_disjoint()
+        with self._lock:
+            self._surviving(lambda deadline: self._register(holding, deadline), timeout)
+            self._holding_ = holding
+
+    def prefetch(self, step: int | None = None) -> None:
+        """Returns at once; plans, maps and faults in the newest version (or that one) while generation runs.
+
+        The next ``update`` then has nothing left to stage. What fails here fails there again, and is told there.
+        """
+        if self._prefetching is not None and self._prefetching.is_alive():
+            return
+        self._prefetching = threading.Thread(target=self._prefetch, args=(step,), name="awexd-prefetch", daemon=True)
+        self._prefetching.start()
+
+    def update(self, step: int | None = None, timeout: float = DEFAULT_TIMEOUT) -> UpdateResult:
+        """Writes the newest committed version, or that step's, into the live tensors.
+
+        Waits for a version that is still to come. All workers of an engine get the same version in their n-th update.
+        After an error past the first touched byte the state is ``"dirty"``, until an update succeeds.
+
+        Raises:
+            ManifestMismatch: the version does not fit; nothing was touched.
+            VersionUnavailable: that step is not held any more, or was withdrawn or lost its lease meanwhile.
+            EpochChanged: the trainer has begun anew; the step will not come.
+            IntegrityError: bytes are not what their writer wrote.
+            DeadlineExceeded: names what was waited for.
+        """
+        with self._lock:
+            return self._surviving(lambda deadline: self._update(step, deadline), timeout)
+
+    def wait(self, step: int, timeout: float = DEFAULT_TIMEOUT) -> tuple[int, int]:
+        """Returns the newest version's (epoch, step) once it is at least ``step``; told, not polled.
+
+        Raises:
+            EpochChanged: the trainer has begun anew: that step of this epoch will never be.
+            DeadlineExceeded: not in time.
+        """
+        check_whole("step", step, 0, MAX_STEP)
+        answer = self._surviving(lambda deadline: self._ask("read.wait", deadline.left(), step=step), timeout)
+        return answer["epoch"], answer["step"]
+
+    def stage(self, step: int | None = None, timeout: float = DEFAULT_TIMEOUT) -> Staged:
+        """The first half of ``update``: leases a version, plans, maps and checks it. Touches nothing.
+
+        Follow it with ``apply`` or ``release``; see WeightReader, which stages every worker before it applies any.
+        """
+        with self._lock:
+            return self._surviving(lambda deadline: self._stage(step, deadline), timeout)
+
+    def apply(self, staged: Staged, timeout: float = DEFAULT_TIMEOUT) -> UpdateResult:
+        """The second half of ``update``: copies, compares and confirms."""
+        with self._lock:
+            return self._apply(staged, Deadline(timeout))
+
+    def release(self, staged: Staged) -> None:
+        """Gives up what was staged."""
+        self._release(staged.lease)
+
+    def close(self) -> None:
+        if self._prefetching is not None and self._prefetching.is_alive():
+            self._connection.close()  # it may be waiting for a version that is still to come
+            self._prefetching.join(DEFAULT_TIMEOUT)
+        super().close()
+
+    # internals
+
+    @property
+    def _holding(self) -> Holding:
+        if self._holding_ is None:
+            raise InvalidArgument("register(...) comes first")
+        return self._holding_
+
+    def _register(self, holding: Holding, deadline: Deadline) -> None:
+        self._forget_tables(None)
+        self._sources.clear()
+        self._fetch_sources(holding, None, deadline, alone=self.world_size == 1)
+        manifest = holding.manifest
+        answer = self._ask_with_body(
+            "read.register",
+            deadline.left(),
+            manifest.encoded,
+            job=self.job,
+            engine=self.engine,
+            rank=self.rank,
+            world_size=self.world_size,
+            digest=manifest.digest,
+            version=list(self._version) if self._version else None,
+            updates=self._updates,
+        )
+        self._updates = answer["updates"]
+
+    def _register_again(self, timeout: float) -> None:
+        if self._holding_ is not None:
+            self._register(self._holding_, Deadline(timeout))
+
+    def _update(self, step: int | None, deadline: Deadline) -> UpdateResult:
+        return self._apply(self._stage(step, deadline), deadline)
+
+    def _stage(self, step: int | None, deadline: Deadline) -> Staged:
+        if step is not None:
+            check_whole("step", step, 0, MAX_STEP)
+        started = time.monotonic()
+        self._refresh()
+        answer = self._resolve(step, deadline, stage=False)
+        try:
+            copies, mappings = self._prepare(answer, deadline)
+        except BaseException:
+            self._release(answer["lease"])
+            raise
+        return Staged(answer["epoch"], answer["step"], answer["lease"], copies, mappings, started, time.monotonic())
+
+    def _apply(self, staged: Staged, deadline: Deadline) -> UpdateResult:
+        self._check_usable()
+        if any(mapping.closed for mapping in staged.mappings):
+            raise VersionUnavailable(
+                f"{self.job}: what was staged went with its connection to the daemon; update again"
+            )
+        self._state, self._version = "dirty", None
+        began = time.monotonic()
+        try:
+            staged.copies.run()
+            if self.verify_mode == "checksum":
+                self._compare(staged)
+            self._updates = self._ask("read.confirm", deadline.left(), lease=staged.lease)["updates"]
+        except BaseException as error:
+            if not isinstance(error, DaemonUnavailable):
+                self._release(staged.lease, dirty=True)
+            raise
+        self._state, self._version = "ready", (staged.epoch, staged.step)
+        return UpdateResult(
+            epoch=staged.epoch,
+            step=staged.step,
+            bytes=staged.copies.nbytes,
+            stage_seconds=staged.ready - staged.started,
+            pause_seconds=time.monotonic() - began,
+            transport="shm",
+        )
+
+    def _compare(self, staged: Staged) -> None:
+        difference = staged.copies.first_difference()
+        if difference:
+            raise IntegrityError(
+                f"{difference.label} differs from epoch {staged.epoch} step {staged.step} after the copy, first at "
+                f"{list(difference.index)} of its part"
+            )
+
+    def _resolve(self, step: int | None, deadline: Deadline, *, stage: bool) -> dict[str, Any]:
+        lease_ms = int(max(deadline.seconds, 1.0) * 1000)
+        return self._ask("read.resolve", deadline.left(), step=step, lease_ms=lease_ms, stage=stage)
+
+    def _prepare(self, answer: dict[str, Any], deadline: Deadline) -> tuple[CopyTable, tuple[Mapping, ...]]:
+        """Everything that can fail before a byte is touched: plan, mappings, checksums, contradicting aliases."""
+        sources = self._sources_of(answer["set"], deadline)
+        segments = answer["segments"]
+        wanted = [(segments[rank][0], segments[rank][1]) for rank in sources.ranks]
+        mapped = dict(zip(sources.ranks, self._maps.get(wanted, self._open_segments), strict=True))
+        if self.verify_mode == "checksum":
+            check_pieces(sources, mapped, [summed for _, _, summed in segments])
+        key = (answer["set"], *(segment_id for segment_id, _, _ in segments))
+        if key not in self._tables:
+            self._tables[key] = build(self._holding, sources, mapped)
+            while len(self._tables) > TABLES_KEPT:
+                self._tables.popitem(last=False)
+        self._tables[key].check()
+        return self._tables[key].copies, tuple(mapped.values())
+
+    def _sources_of(self, set_digest: str, deadline: Deadline) -> Sources:
+        if set_digest not in self._sources:
+            self._fetch_sources(self._holding, set_digest, deadline, alone=True)
+        self._sources.move_to_end(set_digest)
+        while len(self._sources) > TABLES_KEPT:
+            self._sources.popitem(last=False)
+        return self._sources[set_digest]
+
+    def _fetch_sources(self, holding: Holding, set_digest: str | None, deadline: Deadline, *, alone: bool) -> None:
+        """Asks what is published and plans how it fills ``holding``. ``alone``: names that no worker declares count.
+
+        Raises:
+            ManifestMismatch: it does not.
+        """
+        answer = self._ask_for_manifests("read.sources", deadline.left(), job=self.job, set=set_digest)
+        if answer["set"] is None:
+            if set_digest is not None:
+                raise VersionUnavailable(f"{self.job}: what this version's bytes mean is not known any more")
+            return
+        manifests = tuple(self._manifests[digest] for digest in answer["ranks"])
+        planned = plan(manifests, [holding.manifest], partial=True)
+        if alone:
+            self._check_unexpected(manifests, holding, deadline)
+        self._manifests.clear()
+        self._sources[answer["set"]] = Sources(manifests, planned)
+
+    def _check_unexpected(self, manifests: Sequence[Manifest], holding: Holding, deadline: Deadline) -> None:
+        extra = unexpected(manifests, [holding.manifest])
+        if extra and self.world_size > 1:
+            answer = self._ask_for_manifests("read.siblings", deadline.left())
+            extra = unexpected(manifests, [self._manifests[digest] for digest in answer["ranks"]])
+        if extra:
+            raise ManifestMismatch.between(
+                f"{self.job} publishes what no worker of {self.engine} declares", unexpected=extra, mismatched={}
+            )
+
+    def _refresh(self) -> None:
+        """Looks the target up again where its tensors were rebound or moved: stale memory must never be written."""
+        holding = self._holding
+        if not holding.watch.changed():
+            return
+        fresh = Holding.of(holding.target, holding.adapter)
+        fresh.check_disjoint()
+        if fresh.manifest.digest != holding.manifest.digest:
+            raise ManifestMismatch(
+                f"{self.job}: the registered tensors changed in name, shape or dtype since register(); register again"
+            )
+        self._holding_ = fresh
+        self._forget_tables(None)
+
+    def _prefetch(self, step: int | None) -> None:
+        try:
+            deadline = Deadline(DEFAULT_TIMEOUT)
+            answer = self._resolve(step, deadline, stage=True)
+            try:
+                with self._lock:
+                    self._refresh()
+                    self._prepare(answer, deadline)
+            finally:
+                self._release(answer["lease"])
+        except AwexdError as error:
+            _log.info("prefetch of %s: %s", self.job, error)
+
+    def _release(self, lease: str, *, dirty: bool = False) -> None:
+        self._tell("read.release", lease=lease, dirty=dirty)
+
+    def _forget_tables(self, segments: Sequence[str] | None) -> None:
+        for key in [key for key in self._tables if segments is None or set(key) & set(segments)]:
+            del self._tables[key]

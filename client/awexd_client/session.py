@@ -1,0 +1,296 @@
+"""One connection to the daemon, blocking and thread-safe: several threads may wait on it for different things."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import select
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from awexd import __version__
+from awexd.config import check_socket_path, default_socket
+from awexd.protocol import MAX_DEADLINE_MS, MAX_FDS, Decoder, Message, check_hello, encode, hello
+from awexd_transports.errors import (
+    AccessDenied,
+    AwexdError,
+    DaemonUnavailable,
+    DeadlineExceeded,
+    ProtocolError,
+    from_wire,
+)
+
+CONNECT_SECONDS = 10.0
+ANSWER_GRACE_SECONDS = 2.0
+"""How long after a request's deadline the daemon's own answer to it is still awaited."""
+RECEIVE_BYTES = 256 << 10
+
+_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+
+
+def socket_path(path: str | os.PathLike[str] | None) -> str:
+    """The argument, else ``$AWEXD_SOCKET``, else the default.
+
+    Raises:
+        InvalidArgument: longer than the kernel takes.
+    """
+    found = os.fspath(path) if path is not None else os.environ.get("AWEXD_SOCKET") or default_socket(os.environ)
+    check_socket_path(found)
+    return found
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A request that is not answered yet."""
+
+    operation: str
+    reply: Message | None = None
+    fds: list[int] = field(default_factory=list)
+
+
+class Connection:
+    """Connects and greets; owns its socket. Closing it ends the session: the daemon releases all that it held.
+
+    Raises:
+        DaemonUnavailable: nobody listens there.
+        AccessDenied: the socket may not be opened, or the daemon does not serve this user.
+        ProtocolError: the other side speaks another protocol.
+        DeadlineExceeded: no greeting in time.
+    """
+
+    def __init__(self, path: str, timeout: float = CONNECT_SECONDS) -> None:
+        self.path = path
+        self.dropped: set[str] = set()
+        self._ids = itertools.count(1)
+        self._decoder = Decoder()
+        self._pending: dict[int, _Pending] = {}
+        self._sending = threading.Lock()
+        self._turn = threading.Condition()
+        self._reading = False
+        self._over: AwexdError | None = None
+        self._inbox: list[tuple[Message, list[int]]] = []
+        self._sock = _connect(path, timeout)
+        try:
+            self.daemon = self._greet(time.monotonic() + timeout, timeout)
+        except BaseException:
+            self._sock.close()
+            raise
+        _connections.add(self)
+
+    @property
+    def over(self) -> bool:
+        """The connection cannot be used any more."""
+        return self._over is not None
+
+    def call(
+        self,
+        operation: str,
+        arguments: Message,
+        *,
+        timeout: float,
+        grace: float = ANSWER_GRACE_SECONDS,
+        fds: Sequence[int] = (),
+    ) -> tuple[Message, list[int]]:
+        """One request and its answer. ``fds`` stay the caller's; descriptors of the answer become the caller's.
+
+        Raises:
+            AwexdError: what the daemon answered.
+            DaemonUnavailable: the connection broke.
+            DeadlineExceeded: the daemon did not answer in time.
+        """
+        request_id, pending = next(self._ids), _Pending(operation)
+        milliseconds = max(0, min(int(timeout * 1000), MAX_DEADLINE_MS))
+        message: Message = {"id": request_id, "op": operation, "args": arguments, "deadline_ms": milliseconds}
+        if fds:
+            message["fds"] = len(fds)
+        deadline = time.monotonic() + timeout + grace
+        self._pending[request_id] = pending
+        try:
+            self._send(encode(message), fds, deadline)
+            self._await(pending, deadline, timeout)
+        finally:
+            del self._pending[request_id]
+        if pending.reply is None:
+            raise self._over or DaemonUnavailable("the connection is closed")
+        return _result(pending.reply), pending.fds
+
+    def take_dropped(self) -> list[str]:
+        """Ids of replaced segments that the daemon has named since this was last asked."""
+        with self._turn:
+            taken, self.dropped = sorted(self.dropped), set()
+        return taken
+
+    def close(self) -> None:
+        """Ends the session without a word; see ``goodbye``."""
+        self._end(DaemonUnavailable("this client was closed"))
+        _connections.discard(self)
+        with self._turn:
+            if not self._reading:
+                self._release()
+
+    def goodbye(self) -> None:
+        """Ends the session in order: tells the daemon that this process has unmapped everything."""
+        if not self.over:
+            with contextlib.suppress(AwexdError):  # it goes all the same; the daemon sees the connection's end
+                self.call("goodbye", {}, timeout=ANSWER_GRACE_SECONDS)
+        self.close()
+
+    def _greet(self, deadline: float, timeout: float) -> Message:
+        self._send(encode(hello(__version__, pid=os.getpid())), (), deadline)
+        while not self._inbox:
+            if not self._wait(select.POLLIN, deadline):
+                raise DeadlineExceeded(f"the daemon at {self.path} did not greet within {timeout:g} s")
+            self._receive()
+        message, _ = self._inbox.pop(0)
+        if "bye" in message:
+            raise _refusal(message, self.path)
+        return check_hello(message)
+
+    def _send(self, frame: bytes, fds: Sequence[int], deadline: float) -> None:
+        view = memoryview(frame)
+        with self._sending:
+            while view:
+                if self._over:
+                    raise self._over
+                try:
+                    sent = socket.send_fds(self._sock, [view], fds) if fds else self._sock.send(view)
+                    view, fds = view[sent:], ()
+                except BlockingIOError:
+                    if not self._wait(select.POLLOUT, deadline):
+                        error = DaemonUnavailable(f"the daemon at {self.path} takes no more requests")
+                        self._end(error)
+                        raise error from None
+                except OSError as error:
+                    self._end(DaemonUnavailable(f"the daemon at {self.path} went away: {error.strerror}"))
+
+    def _await(self, pending: _Pending, deadline: float, timeout: float) -> None:
+        """Waits for the answer. One of the waiting threads reads for all of them."""
+        while True:
+            with self._turn:
+                while pending.reply is None and self._reading and not self._over:
+                    if not self._turn.wait(deadline - time.monotonic()):
+                        break
+                if pending.reply is not None or self._over:
+                    return
+                if time.monotonic() >= deadline:
+                    raise DeadlineExceeded(
+                        f"{pending.operation}: the daemon at {self.path} gave no answer within {timeout:g} s"
+                    )
+                if self._reading:
+                    continue
+                self._reading = True
+            try:
+                if self._wait(select.POLLIN, deadline):
+                    self._receive()
+            finally:
+                with self._turn:
+                    self._reading = False
+                    self._deliver()
+                    self._turn.notify_all()
+                    if self._over:
+                        self._release()
+
+    def _wait(self, event: int, deadline: float) -> bool:
+        poll = select.poll()
+        poll.register(self._sock, event)
+        return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
+
+    def _receive(self) -> None:
+        try:
+            data, fds, flags, _ = socket.recv_fds(self._sock, RECEIVE_BYTES, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+            if flags & socket.MSG_CTRUNC:
+                raise ProtocolError("descriptors were lost: too many on one message")
+            if data:
+                self._inbox += self._decoder.feed(data, fds)
+            else:
+                self._end(DaemonUnavailable(f"the daemon at {self.path} went away"))
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._end(DaemonUnavailable(f"the daemon at {self.path} went away: {error.strerror}"))
+        except ProtocolError as error:
+            self._end(error)
+
+    def _deliver(self) -> None:
+        for message, fds in self._inbox:
+            self.dropped.update(message.get("drop", ()))
+            pending = self._pending.get(message.get("id", -1))
+            if "bye" in message:
+                self._end(_refusal(message, self.path))
+            elif pending is not None:
+                pending.reply, pending.fds = message, fds
+            else:  # the answer to a request that was given up
+                _close(fds)
+        self._inbox.clear()
+
+    def _end(self, error: AwexdError) -> None:
+        if self._over is None:
+            self._over = error
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads
+
+    def _release(self) -> None:
+        self._sock.close()
+        self._decoder.close()
+        for _, fds in self._inbox:
+            _close(fds)
+        self._inbox.clear()
+
+    def _forked(self) -> None:
+        """In a forked child: the session is the parent's."""
+        self._turn, self._sending = threading.Condition(), threading.Lock()
+        self._over = DaemonUnavailable("this client belongs to the parent process; make a new one after fork")
+        self._pending.clear()
+        self._sock.close()
+
+
+def _connect(path: str, timeout: float) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(timeout)
+        sock.connect(path)
+        sock.setblocking(False)
+    except PermissionError as error:
+        sock.close()
+        raise AccessDenied(f"the daemon's socket {path} may not be opened by this user") from error
+    except OSError as error:
+        sock.close()
+        raise DaemonUnavailable(
+            f"no daemon answers at {path}: {error.strerror or error}; is `awexd serve` running?"
+        ) from error
+    return sock
+
+
+def _result(reply: Message) -> Message:
+    error = reply.get("error")
+    if isinstance(error, dict):
+        raise from_wire(str(error.get("code")), str(error.get("message")), error.get("details") or {})
+    result = reply.get("ok")
+    if not isinstance(result, dict):
+        raise ProtocolError("an answer with neither a result nor an error")
+    return result
+
+
+def _refusal(message: Message, path: str) -> AwexdError:
+    body = message["bye"]
+    reason = f"the daemon at {path} ended the connection: {body.get('reason')}"
+    code = body.get("code")
+    return from_wire(code, reason, {}) if isinstance(code, str) else DaemonUnavailable(reason)
+
+
+def _close(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _after_fork() -> None:
+    for connection in list(_connections):
+        connection._forked()
+
+
+os.register_at_fork(after_in_child=_after_fork)

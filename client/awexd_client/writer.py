@@ -1,0 +1,481 @@
+"""The training side: one WeightWriter in each process of the trainer."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+
+from awexd.protocol import MAX_KEEP, MAX_STEP
+from awexd_client.adapters.base import Adapter
+from awexd_client.adapters.registry import shards_of
+from awexd_client.checksums import piece_checksums
+from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline, Endpoint, check_whole, failed
+from awexd_client.holding import Casts, Holding, view_of
+from awexd_client.mappings import Mapping
+from awexd_transports.copy import CopyTable, Row, View
+from awexd_transports.errors import (
+    DaemonUnavailable,
+    InvalidArgument,
+    ManifestMismatch,
+    VersionConflict,
+)
+from awexd_transports.layout import Box, Entry, Manifest, Shard
+from awexd_transports.plan import compare
+from awexd_transports.segment import HEADER_BYTES, checksums_at, piece_at, segment_nbytes
+from awexd_transports.share import share
+
+_log = logging.getLogger(__name__)
+_RETRIES = 5
+
+
+class Publication:
+    """One version on its way. Made by ``publish``, or by ``begin`` as ``update.publication``."""
+
+    def __init__(self, writer: WeightWriter, step: int) -> None:
+        self.step = step
+        self.epoch = 0
+        self.nbytes = 0
+        """Bytes that this rank copied: its own share where ranks hold replicas."""
+        self.copy_seconds = 0.0
+        self._writer = writer
+        self._attempt = 0
+        self._captured = False
+        self._committed = False
+
+    def captured(self, timeout: float = DEFAULT_TIMEOUT) -> None:
+        """Returns once this rank's bytes are in the segment: its parameters may change from here on.
+
+        Raises:
+            VersionConflict: nothing was sealed: the ``with`` block of the long form has not ended, or has failed.
+        """
+        if not self._captured:
+            raise VersionConflict(f"step {self.step} of {self._writer.job} is not sealed; leave the `with` block first")
+
+    def committed(self, timeout: float = DEFAULT_TIMEOUT) -> None:
+        """Returns once every rank has sealed this version: readers see it.
+
+        Raises:
+            DeadlineExceeded: naming the ranks that have not sealed.
+            VersionConflict: some rank aborted the attempt; publish the step again.
+            EpochChanged: a new run of the trainer has begun.
+        """
+        self.captured()
+        if not self._committed:
+            self._writer._await_commit(self, timeout)
+            self._committed = True
+
+    def __repr__(self) -> str:
+        state = "committed" if self._committed else "captured" if self._captured else "open"
+        return f"Publication(epoch={self.epoch}, step={self.step}, {state})"
+
+
+class Update:
+    """The long form: parts are written one at a time; leaving the ``with`` block seals, an exception aborts."""
+
+    def __init__(self, writer: WeightWriter, publication: Publication, mapping: Mapping, timeout: float) -> None:
+        self.publication = publication
+        self._writer = writer
+        self._mapping = mapping
+        self._timeout = timeout
+        self._parts: dict[tuple[str, Box], int] = {}
+
+    def write(self, shards: Iterable[Shard] | object) -> None:
+        """Copies these parts, which are among the registered ones; their tensors may be others.
+
+        Args:
+            shards: shards, a mapping or a module, as for ``register``.
+
+        Raises:
+            ManifestMismatch: a part that is not registered, of another box or dtype, or that was written before.
+        """
+        self._writer._copy_parts(shards, self._parts, self._mapping, self.publication)
+
+    def __enter__(self) -> Update:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._writer._abort(self.publication, failed(error))
+            return
+        with self._writer._lock:
+            self._writer._check_open(self.publication, self._mapping)
+            try:
+                self._writer._check_whole(self.publication, set(self._parts.values()))
+                self._writer._seal(self.publication, self._mapping, Deadline(self._timeout))
+            except BaseException as problem:
+                self._writer._abort(self.publication, failed(problem))
+                raise
+            finally:
+                self._writer._open = None
+
+
+class _Segment:
+    """How this rank's segment is laid out, and from which registered piece each of its own comes."""
+
+    def __init__(self, holding: Holding, manifest: Manifest, registered_set: str) -> None:
+        self.manifest = manifest
+        self.registered_set = registered_set
+        self.nbytes = segment_nbytes(manifest)
+        self.tables: dict[str, CopyTable] = {}
+        self.parts: list[list[tuple[int, Entry, tuple[slice, ...]]]] = [[] for _ in holding.manifest.pieces]
+        for number, entry in enumerate(manifest.pieces):
+            source = _containing(holding.manifest, entry)
+            self.parts[source.piece].append((number, entry, entry.box.relative_to(source.box.offset)))
+
+    def rows(self, piece: int, view: View, mapping: Mapping) -> Iterable[Row]:
+        """Copies of the registered piece, which lies at ``view``, into the segment."""
+        for number, entry, box in self.parts[piece]:
+            address = mapping.address + piece_at(self.manifest, number)
+            destination = View.packed(address, entry.box.shape, entry.tensor.dtype, mapping)
+            yield Row(destination, view.sub(box), entry.tensor.name, cast=view.dtype != entry.tensor.dtype)
+
+
+class WeightWriter(Endpoint):
+    """Publishes one training process's weights. All ranks of the trainer make one each.
+
+    Args:
+        job: ``owner/name``; a bare name is this user's own.
+        rank, world_size: of the trainer.
+        socket: the daemon's; None: ``$AWEXD_SOCKET``, else the default.
+        epoch: ``"continue"`` joins the job's epoch (opens the first); ``"new"``, passed by all ranks of a restarted
+            trainer, opens the next one when the last of them has registered.
+        mode, transport: ``"auto"``, ``"host"`` and ``"auto"``, ``"shm"`` are available without GPUs.
+        verify: ``"checksum"`` stores a checksum of every tensor, which readers with the same setting check.
+        keep: versions that stay held.
+
+    Raises:
+        DaemonUnavailable, AccessDenied, InvalidArgument
+    """
+
+    def __init__(
+        self,
+        job: str,
+        rank: int,
+        world_size: int,
+        socket: str | os.PathLike[str] | None = None,
+        epoch: str = "continue",
+        *,
+        mode: str = "auto",
+        transport: str = "auto",
+        verify: str = "off",
+        keep: int = 2,
+    ) -> None:
+        if epoch not in ("continue", "new"):
+            raise InvalidArgument(f'epoch must be "continue" or "new", not {epoch!r}')
+        check_whole("keep", keep, 1, MAX_KEEP)
+        super().__init__(job, rank, world_size, socket, mode=mode, transport=transport, verify=verify, writable=True)
+        self.keep = keep
+        self._epoch: str | int = epoch
+        self._casts: Casts = None
+        self._holding_: Holding | None = None
+        self._segment_: _Segment | None = None
+        self._after: int | None = None
+        self._open: Publication | None = None
+
+    @property
+    def epoch(self) -> int | None:
+        """The job's epoch that this rank is in; None until it has opened."""
+        return self._epoch if isinstance(self._epoch, int) else None
+
+    def register(
+        self,
+        target: object,
+        adapter: str | Adapter | None = None,
+        *,
+        dtype: Casts = None,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> None:
+        """Declares what this rank holds and reserves memory for it.
+
+        With several ranks, memory is reserved once all have registered: by the last one's ``register``, and by the
+        others' first ``publish``.
+
+        Args:
+            target: nn.Module, list of modules, {name: tensor}, or an iterable of Shard.
+            adapter: None to choose by the target; else a name or an adapter.
+            dtype: cast while writing: one dtype for every floating-point tensor, or {name pattern: dtype}.
+
+        Raises:
+            ManifestMismatch: shards that contradict each other, other ranks', or what a registered engine declares.
+            BudgetExceeded: no room for ``keep + 1`` versions.
+            VersionConflict: another live process has this rank, or world_size or keep differs.
+        """
+        holding = Holding.of(target, adapter, dtype)
+        with self._lock:
+            self._holding_ = holding
+            self._casts = dtype
+            self._surviving(lambda deadline: self._register(deadline), timeout)
+
+    def begin(self, step: int, timeout: float = DEFAULT_TIMEOUT) -> Update:
+        """The long form: ``with writer.begin(step) as update: update.write(part) ...``.
+
+        Raises:
+            VersionConflict: the step is not after the last committed one, or another rank has passed it.
+            DeadlineExceeded: no free slot, or a rank that has not registered; names who holds or is missing.
+        """
+        with self._lock:
+            publication, mapping = self._surviving(lambda deadline: self._begin(step, deadline), timeout)
+        return Update(self, publication, mapping, timeout)
+
+    def publish(self, step: int, timeout: float = DEFAULT_TIMEOUT) -> Publication:
+        """Copies the registered tensors into shared memory as version ``step`` and seals it.
+
+        A daemon that restarts meanwhile is waited for, and the step written again if it was lost.
+
+        Raises:
+            VersionConflict, DeadlineExceeded: as ``begin``.
+            ManifestMismatch: the registered tensors are no longer what they were.
+        """
+        with self._lock:
+            deadline = Deadline(timeout)
+            for _ in range(_RETRIES):
+                publication = self._surviving(lambda _: self._publish(step, deadline), deadline.left())
+                if publication is not None:
+                    return publication
+            raise DaemonUnavailable(f"step {step} was lost {_RETRIES} times to restarts of the daemon")
+
+    def grant(self, uids: Sequence[int] = (), gids: Sequence[int] = (), timeout: float = DEFAULT_TIMEOUT) -> None:
+        """Lets other users, by uid or group, read this job's versions."""
+        arguments = {"job": self.job, "uids": list(uids), "gids": list(gids)}
+        self._surviving(lambda deadline: self._ask("job.grant", deadline.left(), **arguments), timeout)
+
+    def close_job(self, timeout: float = DEFAULT_TIMEOUT) -> None:
+        """Ends the job: its versions and memory go, its engines are told."""
+        self._surviving(lambda deadline: self._ask("job.close", deadline.left(), job=self.job), timeout)
+
+    # internals
+
+    @property
+    def _holding(self) -> Holding:
+        if self._holding_ is None:
+            raise InvalidArgument("register(...) comes first")
+        return self._holding_
+
+    @property
+    def _segment(self) -> _Segment:
+        if self._segment_ is None:
+            raise InvalidArgument("register(...) comes first")
+        return self._segment_
+
+    def _register(self, deadline: Deadline) -> None:
+        self._segment_ = self._open = None
+        manifest = self._holding.manifest
+        answer = self._ask_with_body(
+            "write.register",
+            deadline.left(),
+            manifest.encoded,
+            job=self.job,
+            rank=self.rank,
+            world_size=self.world_size,
+            epoch=self._epoch,
+            after=self._after,
+            keep=self.keep,
+            digest=manifest.digest,
+        )
+        # From here on a reconnection resumes this epoch, or the one that this rank waits for: never another.
+        if answer["pending"]:
+            self._after = answer["epoch"] if self._after is None else self._after
+        else:
+            self._epoch = answer["epoch"]
+        if answer["complete"]:
+            self._prepare(deadline)
+
+    def _register_again(self, timeout: float) -> None:
+        if self._holding_ is not None:
+            self._register(Deadline(timeout))
+
+    def _prepare(self, deadline: Deadline) -> None:
+        """Once every rank has registered: which part of the replicas is this rank's, and memory for it."""
+        answer = self._ask_for_manifests("write.ready", deadline.left())
+        ranks = [self._manifests[digest] for digest in answer["ranks"]]
+        segments = share(ranks)
+        compare(segments, [self._manifests[digest] for _, _, digest in answer["engines"]])
+        segment = _Segment(self._holding, segments[self.rank], answer["set"])
+        self._manifests.clear()
+        reserved = self._ask_with_body(
+            "write.reserve",
+            deadline.left(),
+            segment.manifest.encoded,
+            set=segment.registered_set,
+            digest=segment.manifest.digest,
+            nbytes=segment.nbytes,
+        )
+        if reserved["lock_problem"]:
+            _log.warning("weights of %s are not locked in memory: %s", self.job, reserved["lock_problem"])
+        self._epoch = answer["epoch"]
+        self._segment_ = segment
+
+    def _begin(self, step: int, deadline: Deadline) -> tuple[Publication, Mapping]:
+        check_whole("step", step, 0, MAX_STEP)
+        self._refresh(deadline)
+        while True:
+            if self._segment_ is None:
+                self._prepare(deadline)
+            segment = self._segment
+            try:
+                answer = self._ask("write.begin", deadline.left(), step=step, set=segment.registered_set)
+                break
+            except VersionConflict as error:
+                if not error.details.get("set_changed"):
+                    raise
+                self._segment_ = None
+        publication = self._open = Publication(self, step)
+        publication.epoch, publication._attempt = answer["epoch"], answer["attempt"]
+        try:
+            wanted = [(answer["segment"], HEADER_BYTES + segment.nbytes)]
+            (mapping,) = self._maps.get(wanted, self._open_segments)
+        except BaseException as error:
+            self._abort(publication, failed(error))
+            raise
+        return publication, mapping
+
+    def _refresh(self, deadline: Deadline) -> None:
+        """Looks the target up again where its tensors were rebound or moved: stale memory must never be published."""
+        holding = self._holding
+        if not holding.watch.changed():
+            return
+        fresh = Holding.of(holding.target, holding.adapter, self._casts)
+        if fresh.manifest.digest != holding.manifest.digest:
+            raise ManifestMismatch(
+                f"{self.job}: the registered tensors have changed in name, shape or dtype since register(); "
+                "register again (an FSDP model must be resharded before it is published)"
+            )
+        self._holding_ = fresh
+        if self._segment_ is not None:
+            self._segment_.tables.clear()
+
+    def _publish(self, step: int, deadline: Deadline) -> Publication | None:
+        """None: the attempt was lost with its daemon; the caller tries again."""
+        publication, mapping = self._begin(step, deadline)
+        try:
+            started = time.monotonic()
+            table = self._table(mapping)
+            table.run()
+            publication.nbytes, publication.copy_seconds = table.nbytes, time.monotonic() - started
+            self._seal(publication, mapping, deadline)
+        except VersionConflict as error:
+            if error.details.get("retry") and deadline.left() > 0:
+                return None
+            raise
+        except BaseException as error:
+            self._abort(publication, failed(error))
+            raise
+        return publication
+
+    def _table(self, mapping: Mapping) -> CopyTable:
+        segment = self._segment
+        key = str(mapping.address)
+        if key not in segment.tables:
+            views = enumerate(self._holding.piece_views())
+            segment.tables[key] = CopyTable(row for piece, view in views for row in segment.rows(piece, view, mapping))
+        return segment.tables[key]
+
+    def _check_open(self, publication: Publication, mapping: Mapping) -> None:
+        """The segment of an update that is over may hold another version by now, or be unmapped."""
+        self._check_usable()
+        if self._open is not publication or mapping.closed:
+            raise VersionConflict(f"{self.job}: this update of step {publication.step} is over; begin it again")
+
+    def _check_whole(self, publication: Publication, written: set[int]) -> None:
+        pieces = self._holding.manifest.pieces
+        missing = [entry.tensor.name for number, entry in enumerate(pieces) if number not in written]
+        if missing:
+            raise ManifestMismatch.between(
+                f"step {publication.step} was not written whole", missing=set(missing), mismatched={}
+            )
+
+    def _copy_parts(
+        self, target: object, parts: dict[tuple[str, Box], int], mapping: Mapping, publication: Publication
+    ) -> None:
+        """Copies parts; ``parts`` has those of this update already written, and gets these."""
+        with self._lock:
+            self._check_open(publication, mapping)
+            new: dict[tuple[str, Box], int] = {}
+            rows: dict[int, list[Row]] = {}
+            again: list[Row] = []
+            for shard in shards_of(target):
+                part, view = (shard.name, shard.box), view_of(shard)
+                piece = self._find(shard, view)
+                if part in parts or part in new:
+                    raise ManifestMismatch.between(
+                        f"step {publication.step}", mismatched={shard.name: f"{shard.box} was written already"}
+                    )
+                # A further name of a piece that is there already: it must bring the same bytes.
+                found = list(self._segment.rows(piece, view, mapping))
+                if piece in rows or piece in parts.values():
+                    again += found
+                else:
+                    rows[piece] = found
+                new[part] = piece
+            table = CopyTable(row for found in rows.values() for row in found)
+            started = time.monotonic()
+            table.run()
+            publication.copy_seconds += time.monotonic() - started
+            publication.nbytes += table.nbytes
+            _check_same(again)
+            parts |= new
+
+    def _find(self, shard: Shard, view: View) -> int:
+        """The registered piece that this part is."""
+        number = self._holding.index.get((shard.name, shard.box))
+        if number is None:
+            raise ManifestMismatch.between(
+                "a part that is not registered", mismatched={shard.name: f"{shard.box} of {list(shard.global_shape)}"}
+            )
+        own, entry = self._holding.views[number].dtype, self._holding.manifest.entries[number]
+        if view.dtype not in (own, entry.tensor.dtype):
+            raise ManifestMismatch.between(
+                "a part of another dtype", mismatched={shard.name: f"{view.dtype}, registered as {own}"}
+            )
+        return entry.piece
+
+    def _seal(self, publication: Publication, mapping: Mapping, deadline: Deadline) -> None:
+        checksums = self.verify_mode == "checksum"
+        if checksums:
+            segment = self._segment
+            mapping.write(checksums_at(segment.manifest), piece_checksums(segment.manifest, mapping))
+        arguments = {
+            "epoch": publication.epoch,
+            "step": publication.step,
+            "attempt": publication._attempt,
+            "checksums": checksums,
+        }
+        # The reply may be lost with the daemon: asked again, the next one knows whether the version was committed.
+        answer = self._surviving(lambda left: self._ask("write.seal", left.left(), **arguments), deadline.left())
+        publication._captured, publication._committed = True, answer["committed"]
+
+    def _abort(self, publication: Publication, reason: str) -> None:
+        if self._open is publication:
+            self._open = None
+        attempted = {"epoch": publication.epoch, "step": publication.step, "attempt": publication._attempt}
+        if not self._closed and not self._forked:
+            self._tell("write.abort", **attempted, reason=reason)
+
+    def _await_commit(self, publication: Publication, timeout: float) -> None:
+        arguments = {"epoch": publication.epoch, "step": publication.step, "attempt": publication._attempt}
+        self._surviving(lambda deadline: self._ask("write.committed", deadline.left(), **arguments), timeout)
+
+    def _forget_tables(self, segments: Sequence[str] | None) -> None:
+        if self._segment_ is not None:
+            self._segment_.tables.clear()
+
+
+def _check_same(rows: list[Row]) -> None:
+    difference = CopyTable(rows).first_difference()
+    if difference:
+        raise ManifestMismatch.between(
+            "tied tensors were written with two values",
+            mismatched={difference.label: f"differs from its alias, first at {list(difference.index)} of its part"},
+        )
+
+
+def _containing(manifest: Manifest, entry: Entry) -> Entry:
+    for registered in manifest.by_name[entry.tensor.name]:
+        if registered.box == entry.box or registered.box.intersect(entry.box) == entry.box:
+            return registered
+    raise ManifestMismatch(f"{entry.tensor.name} {entry.box} is in none of this rank's shards")

@@ -1,0 +1,7 @@
+"""A daemon a test."""
+
+from __future__ import annotations
+
+from tests.daemons import daemon, folder
+
+__all__ = ["daemon", "folder"]
