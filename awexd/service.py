@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from awexd import access
 from awexd.access import Peer
+from awexd.allocator import Allocator
 from awexd.background import Background, Signals
 from awexd.config import Settings
 from awexd.journal import Journal
@@ -26,7 +27,6 @@ from awexd_transports.errors import (
     DeadlineExceeded,
     InvalidArgument,
     ProtocolError,
-    VersionConflict,
     VersionUnavailable,
 )
 from awexd_transports.layout import digest_of
@@ -67,7 +67,7 @@ class Service:
         self._journal = journal
         self._background = background
         self._signals = Signals()
-        self._promised = 0
+        self._allocator = Allocator(store, memory, background, self.settle)
         self._saving: set[str] = set()
         self._operations: dict[str, Callable[[Call], Awaitable[Reply]]] = {
             "write.register": self._write_register,
@@ -175,7 +175,7 @@ class Service:
         await self._intern(call)
         shortfall = self.store.reserve(call.session, arguments["set"], arguments["digest"], arguments["nbytes"])
         self.settle()
-        await self._allocate(call, job, shortfall)
+        await self._allocator.fill(job, shortfall, call.deadline)
         return Reply({"slots": len(job.slots(writer.rank)), "lock_problem": self.memory.lock_problem})
 
     async def _write_begin(self, call: Call) -> Reply:
@@ -188,7 +188,7 @@ class Service:
 
         begun: Begun | Shortfall = await self._until(call, job.name, look)
         while isinstance(begun, Shortfall):
-            await self._allocate(call, job, begun)
+            await self._allocator.fill(job, begun, call.deadline)
             begun = await self._until(call, job.name, look)
         self.memory.clear(begun.segment.id)
         return Reply({"attempt": begun.attempt.number, "epoch": job.epoch, "segment": begun.segment.id})
@@ -394,41 +394,6 @@ class Service:
         body = await asyncio.to_thread(read_manifest, call.fds[0], digest)
         await asyncio.to_thread(self._journal.save_manifest, digest, body)
         self.manifests[digest] = body
-
-    async def _allocate(self, call: Call, job: Job, shortfall: Shortfall) -> None:
-        """Makes the missing slots. Goes on if its caller goes away, so that no made segment is lost."""
-        wanted = shortfall.slots * (HEADER_BYTES + shortfall.nbytes)
-        if not wanted:
-            return
-        await self._background.threads_done()  # memory that is being given back counts
-        self.memory.budget.check(wanted, self.memory.total_nbytes, self._promised)
-        try:
-            async with asyncio.timeout_at(call.deadline):
-                await asyncio.shield(self._background.task(self._make_slots(job, shortfall, wanted)))
-        except TimeoutError:
-            raise DeadlineExceeded(f"{job.name}: {wanted} bytes of shared memory are still being reserved") from None
-
-    async def _make_slots(self, job: Job, shortfall: Shortfall, wanted: int) -> None:
-        self._promised += wanted
-        try:
-            create = [asyncio.to_thread(self.memory.create, shortfall.nbytes) for _ in range(shortfall.slots)]
-            made = await asyncio.gather(*create, return_exceptions=True)
-        finally:
-            self._promised -= wanted
-        failures = [outcome for outcome in made if isinstance(outcome, BaseException)]
-        segments = [outcome for outcome in made if not isinstance(outcome, BaseException)]
-        gone = self.store.jobs.get(job.name) is not job or shortfall.rank not in job.writers
-        for segment_id, locked in segments:
-            if failures or gone:
-                self._background.thread(self.memory.unlink, segment_id)
-            else:
-                segment = Segment(segment_id, shortfall.rank, shortfall.nbytes, locked=locked)
-                self.store.add_segment(job, segment)
-        self.settle()
-        if failures:
-            raise failures[0]
-        if gone:
-            raise VersionConflict(f"{job.name}: its writer went away while memory was reserved for it")
 
     async def _until(self, call: Call, job_name: str, look: Callable[[], T | Wait]) -> T:
         """Asks the store until it has an answer; told by every change of the job, not by a timer."""

@@ -8,8 +8,9 @@ inference instance's control process. ``awexd_client.aio`` has the same names, a
 from __future__ import annotations
 
 from awexd_client.instance import WeightReader
+from awexd_client.publication import Publication, Update
 from awexd_client.reader import UpdateResult, WorkerWeightsReader
-from awexd_client.writer import Publication, Update, WeightWriter
+from awexd_client.writer import WeightWriter
 from awexd_transports.errors import (
     AccessDenied,
     AwexdError,

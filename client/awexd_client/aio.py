@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 from awexd_client import instance as _instance
+from awexd_client import publication as _publication
 from awexd_client import reader as _reader
 from awexd_client import writer as _writer
 from awexd_client.adapters.base import Adapter
@@ -47,7 +48,7 @@ def _pool(name: str) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(THREADS, thread_name_prefix=f"awexd-{name}")
 
 
-class Publication(_Awaitable[_writer.Publication]):
+class Publication(_Awaitable[_publication.Publication]):
     """See :class:`awexd_client.Publication`."""
 
     @property
@@ -69,7 +70,7 @@ class Publication(_Awaitable[_writer.Publication]):
         await self._run(self._blocking.committed, timeout)
 
 
-class Update(_Awaitable[_writer.Update]):
+class Update(_Awaitable[_publication.Update]):
     """See :class:`awexd_client.Update`; ``async with await writer.begin(step) as update: await update.write(part)``."""
 
     @property

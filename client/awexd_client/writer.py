@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Sequence
-from types import TracebackType
+from collections.abc import Sequence
 
 from awexd.protocol import MAX_KEEP, MAX_STEP
 from awexd_client.adapters.base import Adapter
@@ -15,6 +14,8 @@ from awexd_client.checksums import piece_checksums
 from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline, Endpoint, check_whole, failed
 from awexd_client.holding import Casts, Holding, view_of
 from awexd_client.mappings import Mapping
+from awexd_client.outgoing import SegmentLayout, check_same
+from awexd_client.publication import Publication, Update
 from awexd_transports.copy import CopyTable, Row, View
 from awexd_transports.errors import (
     DaemonUnavailable,
@@ -22,117 +23,13 @@ from awexd_transports.errors import (
     ManifestMismatch,
     VersionConflict,
 )
-from awexd_transports.layout import Box, Entry, Manifest, Shard
+from awexd_transports.layout import Box, Shard
 from awexd_transports.plan import compare
-from awexd_transports.segment import HEADER_BYTES, checksums_at, piece_at, segment_nbytes
+from awexd_transports.segment import HEADER_BYTES, checksums_at
 from awexd_transports.share import share
 
 _log = logging.getLogger(__name__)
 _RETRIES = 5
-
-
-class Publication:
-    """One version on its way. Made by ``publish``, or by ``begin`` as ``update.publication``."""
-
-    def __init__(self, writer: WeightWriter, step: int) -> None:
-        self.step = step
-        self.epoch = 0
-        self.nbytes = 0
-        """Bytes that this rank copied: its own share where ranks hold replicas."""
-        self.copy_seconds = 0.0
-        self._writer = writer
-        self._attempt = 0
-        self._captured = False
-        self._committed = False
-
-    def captured(self, timeout: float = DEFAULT_TIMEOUT) -> None:
-        """Returns once this rank's bytes are in the segment: its parameters may change from here on.
-
-        Raises:
-            VersionConflict: nothing was sealed: the ``with`` block of the long form has not ended, or has failed.
-        """
-        if not self._captured:
-            raise VersionConflict(f"step {self.step} of {self._writer.job} is not sealed; leave the `with` block first")
-
-    def committed(self, timeout: float = DEFAULT_TIMEOUT) -> None:
-        """Returns once every rank has sealed this version: readers see it.
-
-        Raises:
-            DeadlineExceeded: naming the ranks that have not sealed.
-            VersionConflict: some rank aborted the attempt; publish the step again.
-            EpochChanged: a new run of the trainer has begun.
-        """
-        self.captured()
-        if not self._committed:
-            self._writer._await_commit(self, timeout)
-            self._committed = True
-
-    def __repr__(self) -> str:
-        state = "committed" if self._committed else "captured" if self._captured else "open"
-        return f"Publication(epoch={self.epoch}, step={self.step}, {state})"
-
-
-class Update:
-    """The long form: parts are written one at a time; leaving the ``with`` block seals, an exception aborts."""
-
-    def __init__(self, writer: WeightWriter, publication: Publication, mapping: Mapping, timeout: float) -> None:
-        self.publication = publication
-        self._writer = writer
-        self._mapping = mapping
-        self._timeout = timeout
-        self._parts: dict[tuple[str, Box], int] = {}
-
-    def write(self, shards: Iterable[Shard] | object) -> None:
-        """Copies these parts, which are among the registered ones; their tensors may be others.
-
-        Args:
-            shards: shards, a mapping or a module, as for ``register``.
-
-        Raises:
-            ManifestMismatch: a part that is not registered, of another box or dtype, or that was written before.
-        """
-        self._writer._copy_parts(shards, self._parts, self._mapping, self.publication)
-
-    def __enter__(self) -> Update:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self._writer._abort(self.publication, failed(error))
-            return
-        with self._writer._lock:
-            self._writer._check_open(self.publication, self._mapping)
-            try:
-                self._writer._check_whole(self.publication, set(self._parts.values()))
-                self._writer._seal(self.publication, self._mapping, Deadline(self._timeout))
-            except BaseException as problem:
-                self._writer._abort(self.publication, failed(problem))
-                raise
-            finally:
-                self._writer._open = None
-
-
-class _Segment:
-    """How this rank's segment is laid out, and from which registered piece each of its own comes."""
-
-    def __init__(self, holding: Holding, manifest: Manifest, registered_set: str) -> None:
-        self.manifest = manifest
-        self.registered_set = registered_set
-        self.nbytes = segment_nbytes(manifest)
-        self.tables: dict[str, CopyTable] = {}
-        self.parts: list[list[tuple[int, Entry, tuple[slice, ...]]]] = [[] for _ in holding.manifest.pieces]
-        for number, entry in enumerate(manifest.pieces):
-            source = _containing(holding.manifest, entry)
-            self.parts[source.piece].append((number, entry, entry.box.relative_to(source.box.offset)))
-
-    def rows(self, piece: int, view: View, mapping: Mapping) -> Iterable[Row]:
-        """Copies of the registered piece, which lies at ``view``, into the segment."""
-        for number, entry, box in self.parts[piece]:
-            address = mapping.address + piece_at(self.manifest, number)
-            destination = View.packed(address, entry.box.shape, entry.tensor.dtype, mapping)
-            yield Row(destination, view.sub(box), entry.tensor.name, cast=view.dtype != entry.tensor.dtype)
 
 
 class WeightWriter(Endpoint):
@@ -173,7 +70,7 @@ class WeightWriter(Endpoint):
         self._epoch: str | int = epoch
         self._casts: Casts = None
         self._holding_: Holding | None = None
-        self._segment_: _Segment | None = None
+        self._segment_: SegmentLayout | None = None
         self._after: int | None = None
         self._open: Publication | None = None
 
@@ -257,7 +154,7 @@ class WeightWriter(Endpoint):
         return self._holding_
 
     @property
-    def _segment(self) -> _Segment:
+    def _segment(self) -> SegmentLayout:
         if self._segment_ is None:
             raise InvalidArgument("register(...) comes first")
         return self._segment_
@@ -295,7 +192,7 @@ class WeightWriter(Endpoint):
         ranks = [self._manifests[digest] for digest in answer["ranks"]]
         segments = share(ranks)
         compare(segments, [self._manifests[digest] for _, _, digest in answer["engines"]])
-        segment = _Segment(self._holding, segments[self.rank], answer["set"])
+        segment = SegmentLayout(self._holding, segments[self.rank], answer["set"])
         self._manifests.clear()
         reserved = self._ask_with_body(
             "write.reserve",
@@ -417,7 +314,7 @@ class WeightWriter(Endpoint):
             table.run()
             publication.copy_seconds += time.monotonic() - started
             publication.nbytes += table.nbytes
-            _check_same(again)
+            check_same(again)
             parts |= new
 
     def _find(self, shard: Shard, view: View) -> int:
@@ -463,19 +360,3 @@ class WeightWriter(Endpoint):
     def _forget_tables(self, segments: Sequence[str] | None) -> None:
         if self._segment_ is not None:
             self._segment_.tables.clear()
-
-
-def _check_same(rows: list[Row]) -> None:
-    difference = CopyTable(rows).first_difference()
-    if difference:
-        raise ManifestMismatch.between(
-            "tied tensors were written with two values",
-            mismatched={difference.label: f"differs from its alias, first at {list(difference.index)} of its part"},
-        )
-
-
-def _containing(manifest: Manifest, entry: Entry) -> Entry:
-    for registered in manifest.by_name[entry.tensor.name]:
-        if registered.box == entry.box or registered.box.intersect(entry.box) == entry.box:
-            return registered
-    raise ManifestMismatch(f"{entry.tensor.name} {entry.box} is in none of this rank's shards")

@@ -1,0 +1,65 @@
+"""Slots of shared memory for writers: budgeted together, made in threads, given to the store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from awexd.background import Background
+from awexd.memory import Memory
+from awexd.store import Segment, Store
+from awexd.store.model import Job
+from awexd.store.writing import Shortfall
+from awexd_transports.errors import DeadlineExceeded, VersionConflict
+from awexd_transports.segment import HEADER_BYTES
+
+
+class Allocator:
+    """Makes what writers lack. ``settle`` carries out what the store has decided and wakes who waits for it."""
+
+    def __init__(self, store: Store, memory: Memory, background: Background, settle: Callable[[], None]) -> None:
+        self._store = store
+        self._memory = memory
+        self._background = background
+        self._settle = settle
+        self._promised = 0
+
+    async def fill(self, job: Job, shortfall: Shortfall, deadline: float) -> None:
+        """Makes the missing slots. Goes on if its caller goes away, so that no made segment is lost.
+
+        Raises:
+            BudgetExceeded: no room; none of them was made.
+            DeadlineExceeded: not done by ``deadline`` (loop time); the next call finds them.
+        """
+        wanted = shortfall.slots * (HEADER_BYTES + shortfall.nbytes)
+        if not wanted:
+            return
+        await self._background.threads_done()  # memory that is being given back counts
+        self._memory.budget.check(wanted, self._memory.total_nbytes, self._promised)
+        try:
+            async with asyncio.timeout_at(deadline):
+                await asyncio.shield(self._background.task(self._make(job, shortfall, wanted)))
+        except TimeoutError:
+            raise DeadlineExceeded(f"{job.name}: {wanted} bytes of shared memory are still being reserved") from None
+
+    async def _make(self, job: Job, shortfall: Shortfall, wanted: int) -> None:
+        self._promised += wanted
+        try:
+            create = [asyncio.to_thread(self._memory.create, shortfall.nbytes) for _ in range(shortfall.slots)]
+            made = await asyncio.gather(*create, return_exceptions=True)
+        finally:
+            self._promised -= wanted
+        failures = [outcome for outcome in made if isinstance(outcome, BaseException)]
+        segments = [outcome for outcome in made if not isinstance(outcome, BaseException)]
+        gone = self._store.jobs.get(job.name) is not job or shortfall.rank not in job.writers
+        for segment_id, locked in segments:
+            if failures or gone:
+                self._background.thread(self._memory.unlink, segment_id)
+            else:
+                segment = Segment(segment_id, shortfall.rank, shortfall.nbytes, locked=locked)
+                self._store.add_segment(job, segment)
+        self._settle()
+        if failures:
+            raise failures[0]
+        if gone:
+            raise VersionConflict(f"{job.name}: its writer went away while memory was reserved for it")

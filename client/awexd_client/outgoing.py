@@ -1,0 +1,49 @@
+"""How a rank's segment is laid out, and which copies of its registered tensors fill it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from awexd_client.holding import Holding
+from awexd_client.mappings import Mapping
+from awexd_transports.copy import CopyTable, Row, View
+from awexd_transports.errors import ManifestMismatch
+from awexd_transports.layout import Entry, Manifest
+from awexd_transports.segment import piece_at, segment_nbytes
+
+
+class SegmentLayout:
+    """How this rank's segment is laid out, and from which registered piece each of its own comes."""
+
+    def __init__(self, holding: Holding, manifest: Manifest, registered_set: str) -> None:
+        self.manifest = manifest
+        self.registered_set = registered_set
+        self.nbytes = segment_nbytes(manifest)
+        self.tables: dict[str, CopyTable] = {}
+        self.parts: list[list[tuple[int, Entry, tuple[slice, ...]]]] = [[] for _ in holding.manifest.pieces]
+        for number, entry in enumerate(manifest.pieces):
+            source = _containing(holding.manifest, entry)
+            self.parts[source.piece].append((number, entry, entry.box.relative_to(source.box.offset)))
+
+    def rows(self, piece: int, view: View, mapping: Mapping) -> Iterable[Row]:
+        """Copies of the registered piece, which lies at ``view``, into the segment."""
+        for number, entry, box in self.parts[piece]:
+            address = mapping.address + piece_at(self.manifest, number)
+            destination = View.packed(address, entry.box.shape, entry.tensor.dtype, mapping)
+            yield Row(destination, view.sub(box), entry.tensor.name, cast=view.dtype != entry.tensor.dtype)
+
+
+def check_same(rows: list[Row]) -> None:
+    difference = CopyTable(rows).first_difference()
+    if difference:
+        raise ManifestMismatch.between(
+            "tied tensors were written with two values",
+            mismatched={difference.label: f"differs from its alias, first at {list(difference.index)} of its part"},
+        )
+
+
+def _containing(manifest: Manifest, entry: Entry) -> Entry:
+    for registered in manifest.by_name[entry.tensor.name]:
+        if registered.box == entry.box or registered.box.intersect(entry.box) == entry.box:
+            return registered
+    raise ManifestMismatch(f"{entry.tensor.name} {entry.box} is in none of this rank's shards")
