@@ -25,7 +25,8 @@ def adopt(store: Store, memory: Memory, jobs: Iterable[Job], manifests: Mapping[
         groups[header["job"], header["epoch"], header["step"], header["attempt"]].append(found)
     good = {digest for digest, body in manifests.items() if body_digest(body) == digest}
     for (name, epoch, step, attempt), segments in sorted(groups.items()):
-        problem = _problem(segments, good)
+        withdrawn = name in store.jobs and attempt in store.jobs[name].withdrawn
+        problem = "withdrawn" if withdrawn else _problem(segments, good)
         if problem:
             _log.info("job %s: epoch %d step %d is not whole (%s); unlinked", name, epoch, step, problem)
             for found in segments:

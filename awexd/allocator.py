@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from weakref import WeakValueDictionary
 
 from awexd.background import Background
 from awexd.memory import Memory
 from awexd.store import Segment, Store
 from awexd.store.model import Job
-from awexd.store.writing import Shortfall
+from awexd.store.writing import Shortfall, shortfall_of
 from awexd_transports.errors import DeadlineExceeded, VersionConflict
 from awexd_transports.segment import HEADER_BYTES
 
@@ -23,24 +24,31 @@ class Allocator:
         self._background = background
         self._settle = settle
         self._promised = 0
+        self._turns: WeakValueDictionary[tuple[str, int], asyncio.Lock] = WeakValueDictionary()
 
-    async def fill(self, job: Job, shortfall: Shortfall, deadline: float) -> None:
+    async def fill(self, job: Job, rank: int, deadline: float) -> None:
         """Makes the missing slots. Goes on if its caller goes away, so that no made segment is lost.
 
         Raises:
             BudgetExceeded: no room; none of them was made.
             DeadlineExceeded: not done by ``deadline`` (loop time); the next call finds them.
         """
-        wanted = shortfall.slots * (HEADER_BYTES + shortfall.nbytes)
-        if not wanted:
-            return
-        await self._background.threads_done()  # memory that is being given back counts
-        self._memory.budget.check(wanted, self._memory.total_nbytes, self._promised)
         try:
             async with asyncio.timeout_at(deadline):
-                await asyncio.shield(self._background.task(self._make(job, shortfall, wanted)))
+                await asyncio.shield(self._background.task(self._fill(job, rank)))
         except TimeoutError:
-            raise DeadlineExceeded(f"{job.name}: {wanted} bytes of shared memory are still being reserved") from None
+            raise DeadlineExceeded(f"{job.name}: shared memory for rank {rank} is still being reserved") from None
+
+    async def _fill(self, job: Job, rank: int) -> None:
+        # One at a time for a rank: two requests must not both make what is missing once.
+        turn = self._turns.setdefault((job.name, rank), asyncio.Lock())
+        async with turn:
+            await self._background.threads_done()  # memory that is being given back counts
+            shortfall = shortfall_of(job, rank)
+            if shortfall.slots:
+                wanted = shortfall.slots * (HEADER_BYTES + shortfall.nbytes)
+                self._memory.budget.check(wanted, self._memory.total_nbytes, self._promised)
+                await self._make(job, shortfall, wanted)
 
     async def _make(self, job: Job, shortfall: Shortfall, wanted: int) -> None:
         self._promised += wanted

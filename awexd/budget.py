@@ -90,16 +90,17 @@ def _headroom(directory: Path) -> int | None:
     ):
         try:
             limit_text = (directory / limit_name).read_text().strip()
+            limit = 1 << 62 if limit_text == "max" else int(limit_text)
             usage = int((directory / usage_name).read_text())
             stat = dict(line.split(None, 1) for line in (directory / "memory.stat").read_text().splitlines())
         except (OSError, ValueError):
             continue
-        if limit_text == "max" or int(limit_text) >= 1 << 60:
+        if limit >= 1 << 60:
             return None
         # Shared memory stands on the anonymous lists: what is on the file lists can be dropped.
         names = ("active_file", "inactive_file")
         reclaimable = sum(int(stat.get(f"total_{name}", stat.get(name, "0"))) for name in names)
-        return int(limit_text) - max(0, usage - reclaimable)
+        return limit - max(0, usage - reclaimable)
     return None
 
 

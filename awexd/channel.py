@@ -39,6 +39,7 @@ class Channel:
         self._exit = asyncio.Event()
         self._ended: str | None = None
         self._failure: ProtocolError | None = None
+        self._broken = False
         self.peer = _peer(sock)
         self._pidfd = _pidfd(sock, self.peer.pid)
         self._loop.add_reader(sock.fileno(), self._readable)
@@ -84,7 +85,7 @@ class Channel:
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Sends one message, or queues what the socket does not take now. Takes over ``fds`` and closes them."""
-        if self._ended:
+        if self._broken:
             _close(fds)
             return
         if fds:
@@ -135,7 +136,7 @@ class Channel:
             self._inbox.extend(self._decoder.feed(data, fds))
         except ProtocolError as error:
             self._failure = error
-            self._end(f"it broke the protocol: {error}")
+            self._end(f"it broke the protocol: {error}", broken=False)  # it can still be told
         self._arrived.set()
 
     def _flush(self) -> None:
@@ -163,7 +164,8 @@ class Channel:
         self._exit.set()
         self._end("its process ended")
 
-    def _end(self, why: str) -> None:
+    def _end(self, why: str, *, broken: bool = True) -> None:
+        self._broken = self._broken or broken
         if self._ended is None:
             self._ended = why
             self._loop.remove_reader(self._sock.fileno())

@@ -55,7 +55,15 @@ def run(settings: Settings, environ: MutableMapping[str, str]) -> None:
     """
     faulthandler.enable()
     received: list[int] = []
-    uvloop.run(_main(settings, environ, received))
+    try:
+        uvloop.run(_main(settings, environ, received))
+    except BaseExceptionGroup as group:
+        refused: BaseException | None = group.subgroup(AwexdError)
+        if refused is None:
+            raise
+        while isinstance(refused, BaseExceptionGroup):
+            refused = refused.exceptions[0]
+        raise refused from None
     for number in received:
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
@@ -111,8 +119,8 @@ class Daemon:
         self._journal = journal
         self._background = background
         self._boot = secrets.token_hex(8)
-        # Unique across restarts, so that a client's old attempt is never taken for a new one.
-        self._store = Store(itertools.count(int(time.time()) << 20))
+        # Unique across restarts, so that a client's old attempt is never taken for a new one; fits into 53 bits.
+        self._store = Store(first_attempt=(time.time_ns() // 1_000_000) << 12)
         self._service = Service(settings, self._store, memory, journal, background)
         self._session_ids = (f"s{n}" for n in itertools.count(1))
         self._sessions: dict[asyncio.Task[None], Channel] = {}

@@ -72,6 +72,7 @@ class Journal:
             "high": job.high,
             "uids": sorted(job.uids),
             "gids": sorted(job.gids),
+            "withdrawn": list(job.withdrawn),
         }
 
     def save(self, record: dict[str, Any]) -> None:
@@ -128,7 +129,7 @@ class Journal:
 
 
 def _job(record: dict[str, Any]) -> Job:
-    return Job(
+    job = Job(
         name=record["job"],
         owner_uid=record["owner_uid"],
         epoch=record["epoch"],
@@ -138,3 +139,5 @@ def _job(record: dict[str, Any]) -> Job:
         uids=set(record["uids"]),
         gids=set(record["gids"]),
     )
+    job.withdrawn.extend(record["withdrawn"])
+    return job

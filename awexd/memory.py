@@ -17,6 +17,7 @@ import logging
 import mmap
 import os
 import re
+import stat
 import struct
 import time
 from dataclasses import dataclass
@@ -149,8 +150,10 @@ class Memory:
         return found
 
     def _adopt_one(self, segment_id: str, name: str) -> Found | None:
-        fd = posix_ipc.SharedMemory(name).fd
-        os.set_inheritable(fd, False)
+        fd = _open_own(name)
+        if fd is None:
+            _log.warning("%s%s is not of this daemon's making; left as it is", SHM_DIRECTORY, name)
+            return None
         self._regions[segment_id] = region = Region(name, fd, os.fstat(fd).st_size)
         header = self._read_header(segment_id, fd)
         if header is None or header.get("size") != region.nbytes:
@@ -190,6 +193,19 @@ class Memory:
     def _unlocked(self, call: str) -> None:
         self.lock_problem = f"{call}: {os.strerror(ctypes.get_errno())} (see LimitMEMLOCK= or ulimit -l)"
         _log.warning("segments are not locked in memory: %s", self.lock_problem)
+
+
+def _open_own(name: str) -> int | None:
+    """An object of ours; None for what somebody else has put there under such a name (a pipe, a link, a folder)."""
+    try:
+        fd = os.open(SHM_DIRECTORY + name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    status = os.fstat(fd)
+    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+        return fd
+    os.close(fd)
+    return None
 
 
 _MAP_FAILED = ctypes.c_void_p(-1).value

@@ -61,7 +61,7 @@ class Decoder:
         while (message := self._next()) is not None:
             count = message.get("fds", 0)
             if type(count) is not int or not 0 <= count <= len(self._fds):
-                raise ProtocolError(f"a message that names {count!r} descriptors and carries {len(self._fds)}")
+                raise ProtocolError(f"a message that names {_shown(count)} descriptors and carries {len(self._fds)}")
             yield message, [self._fds.popleft() for _ in range(count)]
         if self._fds and not self._buffer:
             raise ProtocolError(f"{len(self._fds)} descriptors that no message names")
@@ -109,7 +109,7 @@ def check_hello(message: Message) -> Message:
         raise ProtocolError("the first message is not a hello")
     if body.get("protocol") != PROTOCOL_VERSION:
         raise ProtocolError(
-            f"the other side speaks protocol {body.get('protocol')!r}, this one {PROTOCOL_VERSION}: "
+            f"the other side speaks protocol {_shown(body.get('protocol'))}, this one {PROTOCOL_VERSION}: "
             "run the same awexd version on both sides"
         )
     return body
@@ -122,6 +122,11 @@ def error_reply(request_id: int, error: AwexdError) -> Message:
 
 
 Check = Callable[[Any], bool]
+
+
+def _shown(value: object) -> str:
+    """A value as a message may show it: nested ones may be too deep to print."""
+    return repr(value)[:64] if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
 
 
 def _whole(low: int, high: int) -> Check:
@@ -226,7 +231,7 @@ def parse_request(message: Message) -> tuple[int, str, Message, float]:
     operation, arguments, deadline = message.get("op"), message.get("args", {}), message.get("deadline_ms")
     fields = OPERATIONS.get(operation) if isinstance(operation, str) else None
     if fields is None or not isinstance(arguments, dict):
-        raise InvalidArgument(f"unknown operation {str(operation)[:64]!r}", {"id": request_id})
+        raise InvalidArgument(f"unknown operation {_shown(operation)}", {"id": request_id})
     if not isinstance(deadline, int) or not _whole(0, MAX_DEADLINE_MS)(deadline):
         raise InvalidArgument(f"{operation}: deadline_ms must be 0 to {MAX_DEADLINE_MS}", {"id": request_id})
     if arguments.keys() != fields.keys():
@@ -234,5 +239,5 @@ def parse_request(message: Message) -> tuple[int, str, Message, float]:
         raise InvalidArgument(f"{operation}: arguments missing or unknown: {', '.join(odd)}", {"id": request_id})
     for name, check in fields.items():
         if not check(arguments[name]):
-            raise InvalidArgument(f"{operation}: bad {name}: {str(arguments[name])[:64]!r}", {"id": request_id})
+            raise InvalidArgument(f"{operation}: bad {name}: {_shown(arguments[name])}", {"id": request_id})
     return request_id, str(operation), arguments, deadline / 1000

@@ -173,9 +173,9 @@ class Service:
         arguments = call.arguments
         job, writer = self.store.writer_of(call.session)
         await self._intern(call)
-        shortfall = self.store.reserve(call.session, arguments["set"], arguments["digest"], arguments["nbytes"])
+        self.store.reserve(call.session, arguments["set"], arguments["digest"], arguments["nbytes"])
         self.settle()
-        await self._allocator.fill(job, shortfall, call.deadline)
+        await self._allocator.fill(job, writer.rank, call.deadline)
         return Reply({"slots": len(job.slots(writer.rank)), "lock_problem": self.memory.lock_problem})
 
     async def _write_begin(self, call: Call) -> Reply:
@@ -188,7 +188,7 @@ class Service:
 
         begun: Begun | Shortfall = await self._until(call, job.name, look)
         while isinstance(begun, Shortfall):
-            await self._allocator.fill(job, begun, call.deadline)
+            await self._allocator.fill(job, begun.rank, call.deadline)
             begun = await self._until(call, job.name, look)
         self.memory.clear(begun.segment.id)
         return Reply({"attempt": begun.attempt.number, "epoch": job.epoch, "segment": begun.segment.id})

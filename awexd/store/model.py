@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -201,6 +201,7 @@ class Job:
     Attributes:
         epoch: 0 until the first trainer has registered.
         high: highest step committed or withdrawn in this epoch; -1 for none. Steps are never used twice.
+        withdrawn: attempts whose versions were rolled back or dropped, the last of them: they must not come back.
         idle_since: when its last session ended; None while it has one.
     """
 
@@ -219,6 +220,7 @@ class Job:
     endings: Endings = field(default_factory=Endings)
     versions: dict[VersionKey, Version] = field(default_factory=dict)
     engines: dict[str, Engine] = field(default_factory=dict)
+    withdrawn: deque[int] = field(default_factory=lambda: deque(maxlen=REMEMBERED_ATTEMPTS))
     idle_since: float | None = None
 
     def held(self) -> list[Version]:

@@ -9,7 +9,7 @@ waiters must look again); the daemon drains them after each call. A method that 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -52,16 +52,16 @@ class Session:
 
 
 class Store:
-    """The state machine. ``attempts`` yields numbers that no earlier daemon has used."""
+    """The state machine. ``first_attempt``: a number that no earlier daemon has used, nor any above it."""
 
-    def __init__(self, attempts: Iterator[int] | None = None) -> None:
+    def __init__(self, first_attempt: int = 1) -> None:
         self.jobs: dict[str, Job] = {}
         self.sessions: dict[str, Session] = {}
         self.leases: dict[str, Lease] = {}
         self.to_unlink: list[Segment] = []
         self.to_clear: list[Segment] = []
         self.touched: set[str] = set()
-        self._attempts = attempts or itertools.count(1)
+        self._next_attempt = first_attempt
         self._ids = itertools.count(1)
 
     # sessions
@@ -187,7 +187,10 @@ class Store:
         job, writer = self.writer_of(session)
         before = _open_slots(job)
         try:
-            return writing.begin(job, writer, step, set_digest, self._attempts)
+            outcome = writing.begin(job, writer, step, set_digest, self._next_attempt)
+            if isinstance(outcome, Begun):
+                self._next_attempt = max(self._next_attempt, outcome.attempt.number + 1)
+            return outcome
         finally:
             # Waiters ask again at every change: one that changes nothing must not wake the others.
             if _open_slots(job) != before:
@@ -384,6 +387,7 @@ class Store:
             job.segments[segment.id] = segment
         job.versions[version.key] = version
         job.endings.commit(version.attempt)
+        self._next_attempt = max(self._next_attempt, version.attempt + 1)  # whatever the clock says
         if version.key[0] == job.epoch:
             job.high = max(job.high, version.key[1])
         self._settle(job)
@@ -449,6 +453,8 @@ class Store:
 
     def _withdrawn(self, job: Job) -> None:
         """Rounds fixed to a withdrawn version hold it no longer; updates under way keep its memory, not its name."""
+        gone = (version.attempt for version in job.versions.values() if version.withdrawn)
+        job.withdrawn.extend(attempt for attempt in gone if attempt not in job.withdrawn)
         for lease in list(self.leases.values()):
             if lease.job == job.name and not lease.session and job.versions[lease.key].withdrawn:
                 self._end_leases([lease.id])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from awexd.store.model import (
@@ -98,12 +97,16 @@ def reserve(job: Job, writer: Writer, set_digest: str, segment_digest: str, nbyt
     """Declares this rank's segment layout, made for ``set_digest``; says how many slots are to be made."""
     _check_current(job, writer)
     writer.reserved, writer.segment_digest, writer.nbytes = set_digest, segment_digest, nbytes
-    return Shortfall(writer.rank, nbytes, _slots_missing(job, writer))
+    return shortfall_of(job, writer.rank)
 
 
-def begin(
-    job: Job, writer: Writer, step: int, set_digest: str, next_attempt: Iterator[int]
-) -> Begun | Shortfall | Wait:
+def shortfall_of(job: Job, rank: int) -> Shortfall:
+    """Slots that this rank's writer lacks now; none if it has gone."""
+    writer = job.writers.get(rank)
+    return Shortfall(rank, writer.nbytes, _slots_missing(job, writer)) if writer else Shortfall(rank, 0, 0)
+
+
+def begin(job: Job, writer: Writer, step: int, set_digest: str, next_attempt: int) -> Begun | Shortfall | Wait:
     """A slot for this rank's part of ``step``.
 
     Raises:
@@ -132,7 +135,7 @@ def begin(
     if segment is None:
         return Wait(_who_holds(job, writer))
     if attempt is None:
-        attempt = job.attempts[step] = Attempt(next(next_attempt), job.epoch, step)
+        attempt = job.attempts[step] = Attempt(next_attempt, job.epoch, step)
     segment.state, segment.digest, segment.checksums = SegmentState.WRITING, writer.segment_digest, False
     segment.session = writer.session
     attempt.segments[writer.rank], attempt.digests[writer.rank] = segment.id, writer.digest
@@ -269,6 +272,9 @@ def _arrive(job: Job, writer: Writer, world_size: int, keep: int) -> bool:
         return False
     for step in list(job.attempts):
         abort(job, step, f"epoch {job.epoch + 1} was opened")
+    for segment in job.segments.values():
+        if segment.state is SegmentState.WRITING:
+            segment.unsafe = True  # a process of the old epoch may hang in the middle of it
     job.writers, job.pending = pending.writers, None
     job.epoch, job.world_size, job.keep, job.high = job.epoch + 1, world_size, keep, -1
     return True
@@ -318,9 +324,14 @@ def _fits(segment: Segment, writer: Writer) -> bool:
 
 
 def _slots_missing(job: Job, writer: Writer) -> int:
-    """Slots still to be made: those that no longer fit count only while a version of theirs is held."""
-    usable = [s for s in job.slots(writer.rank) if s.state is not SegmentState.FREE or _fits(s, writer)]
-    fitting = [s for s in usable if s.nbytes == writer.nbytes]
+    """Slots still to be made. One that an earlier process may still write into is none of this writer's."""
+    fitting = [
+        segment
+        for segment in job.slots(writer.rank)
+        if segment.nbytes == writer.nbytes
+        and not (segment.state is SegmentState.FREE and segment.unsafe)
+        and not (segment.state is SegmentState.WRITING and segment.session != writer.session)
+    ]
     return max(0, job.keep + 1 - len(fitting))
 
 
@@ -366,4 +377,5 @@ def _who_holds(job: Job, writer: Writer) -> str:
     waited = ([f"readers' leases on {', '.join(leased)}"] if leased else []) + (
         [f"the seal of {', '.join(unsealed)}"] if unsealed else []
     )
-    return f"{job.name}: a free slot of rank {writer.rank} (all {job.keep + 1} in use); " + " and ".join(waited)
+    holders = " and ".join(waited) or "versions that are being replaced"
+    return f"{job.name}: a free slot of rank {writer.rank} (all {job.keep + 1} in use); {holders}"

@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self
 
 from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline
 from awexd_client.reader import UpdateResult
-from awexd_transports.errors import AwexdError, InvalidArgument, VersionConflict
+from awexd_transports.errors import AwexdError, DeadlineExceeded, InvalidArgument
 
 
 class Worker(Protocol):
@@ -64,16 +64,7 @@ class WeightReader:
                 touched, all run on as before; else those that were are ``"dirty"`` or at the new version, as it says.
         """
         deadline = Deadline(timeout)
-        staged = self._each(lambda worker, _: worker.stage(step, deadline.left()), [None] * len(self._workers))
-        versions = {(item.epoch, item.step) for item in staged if not isinstance(item, BaseException)}
-        failure = next((item for item in staged if isinstance(item, BaseException)), None)
-        if failure is None and len(versions) > 1:
-            failure = VersionConflict(f"{self.engine}: its workers were given different versions: {sorted(versions)}")
-        if failure is not None:
-            for worker, item in zip(self._workers, staged, strict=True):
-                if not isinstance(item, BaseException):
-                    worker.release(item)
-            raise self._told(failure)
+        staged = self._stage(step, deadline)
         results = self._each(lambda worker, item: worker.apply(item, deadline.left()), staged)
         failure = next((item for item in results if isinstance(item, BaseException)), None)
         if failure is not None:
@@ -87,6 +78,27 @@ class WeightReader:
             transport=results[0].transport,
             workers=tuple(results),
         )
+
+    def _stage(self, step: int | None, deadline: Deadline) -> list[Any]:
+        """One version staged on every worker, or none on any.
+
+        A worker whose last update failed is given its unfinished round's version again: it catches up first.
+        """
+        while True:
+            staged = self._each(lambda worker, _: worker.stage(step, deadline.left()), [None] * len(self._workers))
+            failure = next((item for item in staged if isinstance(item, BaseException)), None)
+            versions = sorted({(item.epoch, item.step) for item in staged if not isinstance(item, BaseException)})
+            if failure is None and len(versions) == 1:
+                return staged
+            if failure is None and deadline.left() <= 0:
+                failure = DeadlineExceeded(f"{self.engine}: its workers are at different versions: {versions}")
+            for worker, item in zip(self._workers, staged, strict=True):
+                if failure is None and (item.epoch, item.step) == versions[0]:
+                    worker.apply(item, deadline.left())
+                elif not isinstance(item, BaseException):
+                    worker.release(item)
+            if failure is not None:
+                raise self._told(failure)
 
     @property
     def state(self) -> str:

@@ -317,15 +317,16 @@ class WorkerWeightsReader(Endpoint):
                 raise VersionUnavailable(f"{self.job}: what this version's bytes mean is not known any more")
             return
         manifests = tuple(self._manifests[digest] for digest in answer["ranks"])
-        planned = plan(manifests, [holding.manifest], partial=True)
-        if alone:
+        # Where this worker is its whole engine, missing and unexpected names are told together.
+        planned = plan(manifests, [holding.manifest], partial=self.world_size > 1)
+        if alone and self.world_size > 1:
             self._check_unexpected(manifests, holding, deadline)
         self._manifests.clear()
         self._sources[answer["set"]] = Sources(manifests, planned)
 
     def _check_unexpected(self, manifests: Sequence[Manifest], holding: Holding, deadline: Deadline) -> None:
         extra = unexpected(manifests, [holding.manifest])
-        if extra and self.world_size > 1:
+        if extra:
             answer = self._ask_for_manifests("read.siblings", deadline.left())
             extra = unexpected(manifests, [self._manifests[digest] for digest in answer["ranks"]])
         if extra:

@@ -143,6 +143,8 @@ class Connection:
     def _greet(self, deadline: float, timeout: float) -> Message:
         self._send(encode(hello(__version__, pid=os.getpid())), (), deadline)
         while not self._inbox:
+            if self._over:
+                raise self._over
             if not self._wait(select.POLLIN, deadline):
                 raise DeadlineExceeded(f"the daemon at {self.path} did not greet within {timeout:g} s")
             self._receive()
@@ -209,12 +211,12 @@ class Connection:
                 self._inbox += self._decoder.feed(data, fds)
             else:
                 self._end(DaemonUnavailable(f"the daemon at {self.path} went away"))
+        except ProtocolError as error:  # before OSError, which it is too
+            self._end(error)
         except BlockingIOError:
             return
         except OSError as error:
             self._end(DaemonUnavailable(f"the daemon at {self.path} went away: {error.strerror}"))
-        except ProtocolError as error:
-            self._end(error)
 
     def _deliver(self) -> None:
         for message, fds in self._inbox:
