@@ -106,7 +106,7 @@ def parse_size(text: str | int) -> int:
     Raises:
         ValueError: none of these.
     """
-    if isinstance(text, int) and not isinstance(text, bool):
+    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
         return text
     match = _SIZE.fullmatch(str(text).strip())
     if not match:
@@ -123,11 +123,17 @@ def _seconds(value: Any) -> float:
 
 def _numbers(value: Any) -> tuple[int, ...]:
     items = value.replace(",", " ").split() if isinstance(value, str) else value
-    return tuple(int(item) for item in items)
+    numbers = tuple(int(item) if isinstance(item, str) else item for item in items)
+    if any(type(number) is not int or number < 0 for number in numbers):
+        raise ValueError("numbers of users or groups")
+    return numbers
 
 
 def _mode(value: Any) -> int:
-    return int(value, 8) if isinstance(value, str) else int(value)
+    mode = int(value, 8) if isinstance(value, str) else value
+    if type(mode) is not int or not 0 <= mode <= 0o777:
+        raise ValueError('permission bits in octal, as text: "660"')
+    return mode
 
 
 def _boolean(value: Any) -> bool:
@@ -147,11 +153,13 @@ def _level(value: Any) -> str:
 
 
 def _path(value: Any) -> Path:
+    if not value:
+        raise ValueError("a path")
     return Path(value).absolute()
 
 
 _KINDS: dict[str, Callable[[Any], Any]] = {
-    "socket": lambda value: os.path.abspath(value),
+    "socket": lambda value: str(_path(value)),
     "state_dir": _path,
     "memory_budget": parse_size,
     "lease_ttl": _seconds,

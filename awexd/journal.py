@@ -129,6 +129,10 @@ class Journal:
 
 
 def _job(record: dict[str, Any]) -> Job:
+    numbers = [record[key] for key in ("owner_uid", "epoch", "world_size", "keep")]
+    numbers += [record["high"] + 1, *record["uids"], *record["gids"], *record["withdrawn"]]
+    if not isinstance(record["job"], str) or any(type(number) is not int or number < 0 for number in numbers):
+        raise TypeError("a value of another kind")
     job = Job(
         name=record["job"],
         owner_uid=record["owner_uid"],

@@ -178,17 +178,17 @@ class Endings:
     """How recent attempts ended: by a commit, or why not. Many aborts do not make it forget a commit."""
 
     def __init__(self) -> None:
-        self._commits: OrderedDict[int, None] = OrderedDict()
+        self._commits: OrderedDict[int, VersionKey] = OrderedDict()
         self._aborts: OrderedDict[int, str] = OrderedDict()
 
-    def commit(self, attempt: int) -> None:
-        _remember(self._commits, attempt, None)
+    def commit(self, attempt: int, key: VersionKey) -> None:
+        _remember(self._commits, attempt, key)
 
     def abort(self, attempt: int, why: str) -> None:
         _remember(self._aborts, attempt, why)
 
-    def committed(self, attempt: int) -> bool:
-        return attempt in self._commits
+    def committed(self, attempt: int, key: VersionKey) -> bool:
+        return self._commits.get(attempt) == key
 
     def why_aborted(self, attempt: int) -> str | None:
         return self._aborts.get(attempt)

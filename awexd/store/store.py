@@ -386,7 +386,7 @@ class Store:
             segment.state, segment.unsafe = SegmentState.HELD, True
             job.segments[segment.id] = segment
         job.versions[version.key] = version
-        job.endings.commit(version.attempt)
+        job.endings.commit(version.attempt, version.key)
         self._next_attempt = max(self._next_attempt, version.attempt + 1)  # whatever the clock says
         if version.key[0] == job.epoch:
             job.high = max(job.high, version.key[1])

@@ -337,7 +337,7 @@ def _slots_missing(job: Job, writer: Writer) -> int:
 
 def _commit(job: Job, attempt: Attempt) -> Version:
     del job.attempts[attempt.step]
-    job.endings.commit(attempt.number)
+    job.endings.commit(attempt.number, (attempt.epoch, attempt.step))
     segments = [job.segments[attempt.segments[rank]] for rank in range(job.world_size)]
     for segment in segments:
         segment.state = SegmentState.HELD
@@ -365,7 +365,7 @@ def _attempt_over(job: Job, step: int, attempt: int) -> VersionConflict:
 
 def _is_committed(job: Job, key: VersionKey, attempt: int) -> bool:
     version = job.versions.get(key)
-    return job.endings.committed(attempt) or (version is not None and version.attempt == attempt)
+    return job.endings.committed(attempt, key) or (version is not None and version.attempt == attempt)
 
 
 def _who_holds(job: Job, writer: Writer) -> str:

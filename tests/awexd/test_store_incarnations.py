@@ -110,3 +110,16 @@ def test_rendezvous_forgets_a_process_that_registered_otherwise_meanwhile() -> N
     pending.end()
     assert world.job.pending is None
     Trainer(world, 0, 2).register("new")
+
+
+def test_new_epoch_publishes_at_once_though_the_old_process_hangs_in_the_middle_of_a_step() -> None:
+    world = World()
+    (old,) = trainers(world, 1)
+    for step in (1, 2):
+        old.publish(step)
+    hung = old.begin(3)
+    (new,) = trainers(world, 1, epoch="new")
+    assert new.begin(0).segment.id != hung.segment.id
+    old.end(unmapped=False)
+    assert hung.segment.id in world.unlinked
+    check(world)
