@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pwd
 import re
@@ -20,9 +21,13 @@ class Peer:
     pid: int
     uid: int
     gid: int
+    supplementary: frozenset[int] | None = None
+    """The process's own further groups; None where the kernel does not tell: then the user's."""
 
     @property
     def groups(self) -> frozenset[int]:
+        if self.supplementary is not None:
+            return self.supplementary | {self.gid}
         try:
             record = pwd.getpwuid(self.uid)
         except KeyError:
@@ -35,12 +40,14 @@ class Peer:
         return self.uid in (0, os.geteuid())
 
 
+@functools.lru_cache(maxsize=4096)  # a look-up may ask another host
 def user_name(uid: int) -> str:
-    """The name under which that user's jobs stand."""
+    """The name under which that user's jobs stand: ``uid-N`` where there is none, or none that fits."""
     try:
-        return pwd.getpwuid(uid).pw_name
+        name = pwd.getpwuid(uid).pw_name
     except KeyError:
         return f"uid-{uid}"
+    return name if _PART.fullmatch(name) and not name.startswith("uid-") else f"uid-{uid}"
 
 
 def qualify(name: str, peer: Peer) -> str:

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Callable
 from weakref import WeakValueDictionary
 
-from awexd.background import Background
+from awexd.background import Background, Signals
 from awexd.memory import Memory
 from awexd.store import Segment, Store
 from awexd.store.model import Job
 from awexd.store.writing import Shortfall, shortfall_of
-from awexd_transports.errors import DeadlineExceeded, VersionConflict
+from awexd_transports.errors import BudgetExceeded, DeadlineExceeded, VersionConflict
 from awexd_transports.segment import HEADER_BYTES
 
 
@@ -24,6 +24,7 @@ class Allocator:
         self._background = background
         self._settle = settle
         self._promised = 0
+        self._done = Signals()
         self._turns: WeakValueDictionary[tuple[str, int], asyncio.Lock] = WeakValueDictionary()
 
     async def fill(self, job: Job, rank: int, deadline: float) -> None:
@@ -47,8 +48,20 @@ class Allocator:
             shortfall = shortfall_of(job, rank)
             if shortfall.slots:
                 wanted = shortfall.slots * (HEADER_BYTES + shortfall.nbytes)
-                self._memory.budget.check(wanted, self._memory.total_nbytes, self._promised)
+                await self._check(wanted)
                 await self._make(job, shortfall, wanted)
+
+    async def _check(self, wanted: int) -> None:
+        """What is being made for others counts twice for a while: a refusal is only true once they are done."""
+        while True:
+            try:
+                self._memory.budget.check(wanted, self._memory.total_nbytes, self._promised)
+            except BudgetExceeded:
+                if not self._promised:
+                    raise
+                await self._done.next("")
+            else:
+                return
 
     async def _make(self, job: Job, shortfall: Shortfall, wanted: int) -> None:
         self._promised += wanted
@@ -57,6 +70,7 @@ class Allocator:
             made = await asyncio.gather(*create, return_exceptions=True)
         finally:
             self._promised -= wanted
+            self._done.fire("")
         failures = [outcome for outcome in made if isinstance(outcome, BaseException)]
         segments = [outcome for outcome in made if not isinstance(outcome, BaseException)]
         gone = self._store.jobs.get(job.name) is not job or shortfall.rank not in job.writers

@@ -5,6 +5,7 @@ asyncio's own transports drop or refuse descriptors, so this reads and writes a 
 
 from __future__ import annotations
 
+import array
 import asyncio
 import os
 import socket
@@ -20,6 +21,11 @@ RECEIVE_BYTES = 64 << 10
 MAX_QUEUED_BYTES = 16 << 20
 """Replies that a client may leave unread before its connection is ended."""
 
+MAX_GROUPS = 256
+"""Python reads socket options of at most 1,024 bytes; a process of more groups is taken by its user's."""
+
+_SO_PEERGROUPS = 59
+"""Linux 4.13; Python has no name for it."""
 _SO_PEERPIDFD = 77
 """Linux 6.5; Python 3.11 has no name for it."""
 
@@ -173,7 +179,12 @@ class Channel:
 
 
 def _peer(sock: socket.socket) -> Peer:
-    return Peer(*struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)))
+    pid, uid, gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    try:
+        groups = array.array("I", sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 4 * MAX_GROUPS))
+    except OSError:
+        return Peer(pid, uid, gid)
+    return Peer(pid, uid, gid, frozenset(groups))
 
 
 def _pidfd(sock: socket.socket, pid: int) -> int | None:

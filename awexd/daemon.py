@@ -129,8 +129,7 @@ class Daemon:
     async def adopt(self) -> None:
         """Finds committed versions of the daemon before; returns when they are checked and can be served."""
         jobs = await asyncio.to_thread(self._journal.load)
-        self._service.manifests = await asyncio.to_thread(self._journal.load_manifests)
-        manifests = self._service.manifests
+        manifests = await self._service.shelf.load()
         await asyncio.to_thread(adopt, self._store, self._memory, jobs, manifests, time.monotonic())
 
     def summary(self) -> str:
@@ -191,6 +190,7 @@ class Daemon:
                         task.add_done_callback(open_requests.discard)
                     raise _Over
             finally:
+                session.ending = True
                 exited = channel.exited or (not said_goodbye.is_set() and await self._exits(channel))
                 unmapped = exited or said_goodbye.is_set()
                 self._service.end_session(session, unmapped=unmapped, why=channel.ended or "the daemon is stopping")
@@ -235,6 +235,8 @@ class Daemon:
         try:
             request_id, operation, arguments, seconds = parse_request(message)
             named = request_id
+            if said_goodbye.is_set():
+                raise ProtocolError("a request after goodbye")
             if operation == "goodbye":
                 said_goodbye.set()
                 channel.send({"id": request_id, "ok": {}})
@@ -247,7 +249,7 @@ class Daemon:
             channel.send(body, reply.fds)
         except AwexdError as error:
             named = invalid_request(error) if named is None else named
-            if named is None:
+            if named is None or (isinstance(error, ProtocolError) and said_goodbye.is_set()):
                 raise
             channel.send(error_reply(named, error))
         finally:

@@ -122,10 +122,19 @@ class Journal:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
+            _sync_folder(path.parent)
         except BaseException:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             raise
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _job(record: dict[str, Any]) -> Job:

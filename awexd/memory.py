@@ -27,7 +27,7 @@ import orjson
 import posix_ipc
 
 from awexd.budget import Budget
-from awexd_transports.errors import BudgetExceeded
+from awexd_transports.errors import BudgetExceeded, IntegrityError
 from awexd_transports.segment import HEADER_BYTES
 
 MAGIC = b"AWEXDSEG"
@@ -115,11 +115,15 @@ class Memory:
         """Writes the header of a complete segment: from here on a restarted daemon may find it."""
         body = orjson.dumps(header)
         page = _PREFIX.pack(MAGIC, FORMAT, len(body), self._mac(segment_id, body)) + body
-        os.pwrite(self._regions[segment_id].fd, page, 0)
+        try:
+            os.pwrite(self._regions[segment_id].fd, page, 0)
+        except OSError as error:  # only where its writer has truncated it
+            raise IntegrityError(f"segment {segment_id} was damaged by its writer: {error.strerror}") from error
 
     def clear(self, segment_id: str) -> None:
         """Marks a segment as holding nothing: a restarted daemon will not take it for a version."""
-        os.pwrite(self._regions[segment_id].fd, bytes(_PREFIX.size), 0)
+        with contextlib.suppress(OSError):  # no page: its writer has truncated it, and a hole reads as nothing
+            os.pwrite(self._regions[segment_id].fd, bytes(_PREFIX.size), 0)
 
     def unlink(self, segment_id: str) -> None:
         """Gives the memory back once no client maps it any more."""

@@ -22,7 +22,7 @@ MAX_FDS = 128
 """Descriptors on one frame (the kernel takes 253)."""
 MAX_SOCKET_PATH_BYTES = 107
 MAX_DEADLINE_MS = 24 * 3600 * 1000
-MAX_WORLD_SIZE = 65536
+MAX_WORLD_SIZE = 4096
 MAX_KEEP = 16
 MAX_STEP = 1 << 53
 
@@ -107,7 +107,7 @@ def check_hello(message: Message) -> Message:
     body = message.get("hello")
     if not isinstance(body, dict):
         raise ProtocolError("the first message is not a hello")
-    if body.get("protocol") != PROTOCOL_VERSION:
+    if type(body.get("protocol")) is not int or body["protocol"] != PROTOCOL_VERSION:
         raise ProtocolError(
             f"the other side speaks protocol {_shown(body.get('protocol'))}, this one {PROTOCOL_VERSION}: "
             "run the same awexd version on both sides"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple, TypeVar
 
 from awexd import access
@@ -15,8 +16,9 @@ from awexd.allocator import Allocator
 from awexd.background import Background, Signals
 from awexd.config import Settings
 from awexd.journal import Journal
-from awexd.manifests import bundle, read_manifest
 from awexd.memory import Memory
+from awexd.records import Records
+from awexd.shelf import Shelf, digests_of
 from awexd.store import Segment, Store, Version, Wait
 from awexd.store.model import Job, SegmentState
 from awexd.store.store import Session
@@ -63,12 +65,11 @@ class Service:
         self.settings = settings
         self.store = store
         self.memory = memory
-        self.manifests: dict[str, bytes] = {}
-        self._journal = journal
+        self.shelf = Shelf(journal, lambda: {digest for job in store.jobs.values() for digest in digests_of(job)})
+        self._records = Records(journal, background, store.jobs)
         self._background = background
         self._signals = Signals()
         self._allocator = Allocator(store, memory, background, self.settle)
-        self._saving: set[str] = set()
         self._operations: dict[str, Callable[[Call], Awaitable[Reply]]] = {
             "write.register": self._write_register,
             "write.ready": self._write_ready,
@@ -103,10 +104,12 @@ class Service:
         Raises:
             AwexdError: what the client is told.
         """
-        try:
-            return await self._operations[operation](call)
-        finally:
-            self.settle()
+        digest = call.arguments.get("digest")
+        with self.shelf.arriving(digest) if digest else contextlib.nullcontext():
+            try:
+                return await self._operations[operation](call)
+            finally:
+                self.settle()
 
     def settle(self) -> None:
         """Carries out what the store has decided, and wakes whoever waits for it."""
@@ -125,6 +128,8 @@ class Service:
     def end_session(self, session: Session, *, unmapped: bool, why: str) -> None:
         self.store.end_session(session.id, unmapped=unmapped, why=why, now=time.monotonic())
         self.settle()
+        if self.shelf.heavy:
+            self._background.task(self.shelf.prune())
 
     def drop_idle_jobs(self) -> None:
         """Ends jobs that nobody has used for the time that the settings give them."""
@@ -140,7 +145,7 @@ class Service:
         name = access.qualify(arguments["job"], call.peer)
         access.check_write(name, call.peer)
         await self._intern(call)
-        job = self.store.job_for(name, call.peer.uid, time.monotonic())
+        job = await self._place(call, name, arguments["rank"])
         opened = self.store.register_writer(
             call.session,
             job,
@@ -154,7 +159,7 @@ class Service:
         job.owner_uid = call.peer.uid
         if opened:
             self.settle()
-            await self._save(job)
+            await self._records.save(job)
             _log.info("job %s: epoch %d opened with %d ranks", name, job.epoch, job.world_size)
         complete = not isinstance(self.store.ready(call.session), Wait)
         pending = self.store.is_pending(call.session)
@@ -165,7 +170,7 @@ class Service:
         set_digest, digests = await self._until(call, job.name, lambda: self.store.ready(call.session))
         own = [w for e in job.engines.values() for w in e.workers.values() if w.uid == call.peer.uid]
         engines = [[worker.engine, worker.rank, worker.digest] for worker in own]
-        index, fd = bundle([*digests, *(worker.digest for worker in own)], self.manifests)
+        index, fd = self.shelf.bundle([*digests, *(worker.digest for worker in own)])
         body = {"epoch": job.epoch, "set": set_digest, "ranks": digests, "engines": engines, "bodies": index}
         return Reply(body, [fd])
 
@@ -201,7 +206,7 @@ class Service:
             self.memory.seal(segment.id, self._header(job, segment, epoch, step, attempt, checksums))
             version = self.store.seal(call.session, step, checksums)
             if version:
-                self._save_soon(job)
+                self._records.save_soon(job)
                 _log.debug("job %s: %s committed", job.name, version)
         return Reply({"committed": self.store.committed(call.session, epoch, step, attempt) is None})
 
@@ -229,7 +234,7 @@ class Service:
         digests = self.store.find_set(job, call.arguments["set"]) if job else None
         if digests is None:
             return Reply({"set": None, "ranks": [], "bodies": []})
-        index, fd = bundle(digests, self.manifests)
+        index, fd = self.shelf.bundle(digests)
         return Reply({"set": digest_of(digests), "ranks": digests, "bodies": index}, [fd])
 
     async def _read_register(self, call: Call) -> Reply:
@@ -238,7 +243,7 @@ class Service:
         engine = access.check_name("engine", arguments["engine"])
         access.check_read(name, self.store.jobs.get(name), call.peer)
         await self._intern(call)
-        job = self.store.job_for(name, call.peer.uid, time.monotonic())
+        job = await self._place(call, name, arguments["rank"], engine)
         self.store.register_worker(
             call.session,
             job,
@@ -254,7 +259,7 @@ class Service:
     async def _read_siblings(self, call: Call) -> Reply:
         job, _ = self.store.worker_of(call.session)
         digests = await self._until(call, job.name, lambda: self.store.siblings(call.session))
-        index, fd = bundle(digests, self.manifests)
+        index, fd = self.shelf.bundle(digests)
         return Reply({"ranks": digests, "bodies": index}, [fd])
 
     async def _read_resolve(self, call: Call) -> Reply:
@@ -312,9 +317,9 @@ class Service:
     def _permitted(self, session: Session, segment_id: str) -> tuple[Segment, bool]:
         """A writer may map what it writes; a worker, read-only, what it has leased."""
         if session.writer:
-            job, writer = self.store.writer_of(session)
+            job, _ = self.store.writer_of(session)
             segment = job.segments.get(segment_id)
-            if segment and segment.rank == writer.rank and segment.state is SegmentState.WRITING:
+            if segment and segment.session == session.id and segment.state is SegmentState.WRITING:
                 return segment, True
         if session.worker:
             job, _ = self.store.worker_of(session)
@@ -339,7 +344,7 @@ class Service:
         job = self.store.job_for(name, call.peer.uid, time.monotonic())
         job.uids.update(call.arguments["uids"])
         job.gids.update(call.arguments["gids"])
-        await self._save(job)
+        await self._records.save(job)
         return Reply({"uids": sorted(job.uids), "gids": sorted(job.gids)})
 
     async def _drop(self, call: Call) -> Reply:
@@ -357,12 +362,19 @@ class Service:
         self.store.collect()
         self.settle()
         await self._background.threads_done()
-        used = {digest for job in self.store.jobs.values() for digest in _digests(job)}
-        self.manifests = {digest: body for digest, body in self.manifests.items() if digest in used}
-        await asyncio.to_thread(self._journal.prune_manifests, used)
+        await self.shelf.prune()
         return Reply({"freed_bytes": before - self.memory.total_nbytes})
 
     # internals
+
+    async def _place(self, call: Call, name: str, rank: int, engine: str | None = None) -> Job:
+        """The job to register in, once a holder of the place who is just leaving has left."""
+
+        def look() -> Wait | Job:
+            job = self.store.job_for(name, call.peer.uid, time.monotonic())
+            return self.store.leaving(job, rank, engine) or job
+
+        return await self._until(call, name, look)
 
     def _controlled(self, call: Call, *, missing_ok: bool = False) -> Any:
         name = access.qualify(call.arguments["job"], call.peer)
@@ -379,21 +391,20 @@ class Service:
                 if segment_id in job.segments:
                     self.memory.clear(segment_id)
         self.settle()
-        await self._save(job)
+        await self._records.save(job)
         await self._background.threads_done()
         return Reply({"withdrawn": [list(v.key) for v in versions], "held": [list(v.key) for v in job.held()]})
 
     def _close(self, job: Job) -> None:
         self.store.close_job(job)
-        self._background.thread(self._journal.forget, job.name)
+        self._background.task(self._records.forget(job))
 
     async def _intern(self, call: Call) -> None:
         if len(call.fds) != 1:
             raise ProtocolError(f"a manifest travels as one descriptor, not {len(call.fds)}")
-        digest = call.arguments["digest"]
-        body = await asyncio.to_thread(read_manifest, call.fds[0], digest)
-        await asyncio.to_thread(self._journal.save_manifest, digest, body)
-        self.manifests[digest] = body
+        await self.shelf.take(call.fds[0], call.arguments["digest"])
+        if self.shelf.heavy:
+            await self.shelf.prune()
 
     async def _until(self, call: Call, job_name: str, look: Callable[[], T | Wait]) -> T:
         """Asks the store until it has an answer; told by every change of the job, not by a timer."""
@@ -432,31 +443,6 @@ class Service:
             "size": HEADER_BYTES + segment.nbytes,
             "state": str(SegmentState.SEALED),
         }
-
-    async def _save(self, job: Job) -> None:
-        await asyncio.to_thread(self._journal.save, self._journal.record(job))
-
-    def _save_soon(self, job: Job) -> None:
-        """Saves the last committed step off the hot path: until then the newest header says it."""
-        if job.name in self._saving:
-            return
-        self._saving.add(job.name)
-
-        def save() -> None:
-            self._saving.discard(job.name)
-            if self.store.jobs.get(job.name) is job:
-                self._background.thread(self._journal.save, self._journal.record(job))
-
-        self._background.later(1.0, save)
-
-
-def _digests(job: Job) -> Iterable[str]:
-    for writer in (*job.writers.values(), *(job.pending.writers.values() if job.pending else ())):
-        yield from (writer.digest, writer.segment_digest)
-    for version in job.versions.values():
-        yield from version.digests
-    for engine in job.engines.values():
-        yield from (worker.digest for worker in engine.workers.values())
 
 
 def invalid_request(error: AwexdError) -> int | None:

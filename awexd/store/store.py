@@ -39,7 +39,10 @@ class Resolved(NamedTuple):
 
 @dataclass(slots=True)
 class Session:
-    """One client's connection: what it registered, and the descriptors it was given."""
+    """One client's connection: what it registered, and what it was told to unmap.
+
+    ``ending``: the connection is gone; whether its process is too is being found out.
+    """
 
     id: str
     pid: int
@@ -47,6 +50,7 @@ class Session:
     gid: int
     writer: tuple[str, Writer] | None = None
     worker: tuple[str, Worker] | None = None
+    ending: bool = False
     leases: set[str] = field(default_factory=set)
     to_drop: set[str] = field(default_factory=set)
 
@@ -109,6 +113,17 @@ class Store:
     def opened(self, session: Session, segment: Segment) -> None:
         """The session was given a descriptor of that segment."""
         segment.users.add(session.id)
+
+    def leaving(self, job: Job, rank: int, engine: str | None = None) -> Wait | None:
+        """Whether the holder of that writer's (or worker's) place is just leaving it."""
+        known = job.engines.get(engine) if engine is not None else None
+        pending = job.pending.writers.get(rank) if job.pending else None
+        holders = [known.workers.get(rank)] if known else [] if engine is not None else [job.writers.get(rank), pending]
+        for holder in holders:
+            session = self.sessions.get(holder.session) if holder else None
+            if session is not None and session.ending:
+                return Wait(f"{job.name}: the session of process {session.pid} that was rank {rank} to end")
+        return None
 
     # writing
 
@@ -314,8 +329,10 @@ class Store:
     ) -> Wait | Resolved:
         """Leases a version to the session's worker; see :func:`reading.choose`."""
         job, worker = self.worker_of(session)
-        for stale in [lease for lease in session.leases if self.leases[lease].stage == stage]:
-            self._end_leases([stale])
+        stale = [lease for lease in session.leases if self.leases[lease].stage == stage]
+        if stale and not stage:
+            stale += reading.give_up(job.engines[worker.engine], worker)
+        self._end_leases(stale)
         outcome = reading.choose(job, worker, step, stage)
         if isinstance(outcome, Wait):
             return outcome

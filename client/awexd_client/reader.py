@@ -21,6 +21,7 @@ from awexd_transports.copy import CopyTable
 from awexd_transports.errors import (
     AwexdError,
     DaemonUnavailable,
+    EpochChanged,
     IntegrityError,
     InvalidArgument,
     ManifestMismatch,
@@ -158,8 +159,9 @@ class WorkerWeightsReader(Endpoint):
             IntegrityError: bytes are not what their writer wrote.
             DeadlineExceeded: names what was waited for.
         """
+        resolved: list[int] = []
         with self._lock:
-            return self._surviving(lambda deadline: self._update(step, deadline), timeout)
+            return self._surviving(lambda deadline: self._update(step, resolved, deadline), timeout)
 
     def wait(self, step: int, timeout: float = DEFAULT_TIMEOUT) -> tuple[int, int]:
         """Returns the newest version's (epoch, step) once it is at least ``step``; told, not polled.
@@ -226,8 +228,16 @@ class WorkerWeightsReader(Endpoint):
         if self._holding_ is not None:
             self._register(self._holding_, Deadline(timeout))
 
-    def _update(self, step: int | None, deadline: Deadline) -> UpdateResult:
-        return self._apply(self._stage(step, deadline), deadline)
+    def _update(self, step: int | None, resolved: list[int], deadline: Deadline) -> UpdateResult:
+        """``resolved``: what an earlier try of this call was given, by a daemon that is gone; siblings may have it."""
+        try:
+            staged = self._stage(resolved[-1] if resolved else step, deadline)
+        except (VersionUnavailable, EpochChanged):
+            if not resolved:
+                raise
+            staged = self._stage(step, deadline)
+        resolved.append(staged.step)
+        return self._apply(staged, deadline)
 
     def _stage(self, step: int | None, deadline: Deadline) -> Staged:
         if step is not None:
