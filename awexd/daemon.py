@@ -214,9 +214,6 @@ class Daemon:
             return channel.exited
 
     async def _greet(self, channel: Channel, session: Session) -> None:
-        uids, gids, peer = self._settings.allow_uids, self._settings.allow_gids, channel.peer
-        if (uids or gids) and not (peer.admin or peer.uid in uids or peer.groups & set(gids)):
-            raise AccessDenied(f"uid {peer.uid} is not among those whom this daemon serves (allow_uids, allow_gids)")
         async with asyncio.timeout(HELLO_SECONDS):
             async for message, fds in channel.messages():
                 for fd in fds:
@@ -225,6 +222,9 @@ class Daemon:
                 break
             else:
                 raise ProtocolError("the connection ended before its hello")
+        uids, gids, peer = self._settings.allow_uids, self._settings.allow_gids, channel.peer
+        if (uids or gids) and not (peer.admin or peer.uid in uids or peer.groups & set(gids)):
+            raise AccessDenied(f"uid {peer.uid} is not among those whom this daemon serves (allow_uids, allow_gids)")
         channel.send(hello(__version__, session=session.id, boot=self._boot, pid=os.getpid()))
 
     async def _request(

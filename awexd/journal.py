@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from awexd.store.model import Job
-from awexd_transports.errors import InvalidArgument
+from awexd_transports.errors import BudgetExceeded, InvalidArgument
 
 _KEY_BYTES = 32
 _NAMESPACE_BYTES = 6
@@ -123,9 +123,11 @@ class Journal:
                 os.fsync(file.fileno())
             os.replace(temporary, path)
             _sync_folder(path.parent)
-        except BaseException:
+        except BaseException as error:
             with contextlib.suppress(OSError):
                 temporary.unlink()
+            if isinstance(error, OSError):
+                raise BudgetExceeded(f"{path.parent} cannot be written: {error.strerror}") from error
             raise
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from weakref import WeakValueDictionary
 
 from awexd.background import Background
 from awexd.journal import Journal
 from awexd.store.model import Job
+from awexd_transports.errors import AwexdError
 
+_log = logging.getLogger(__name__)
 DELAY_SECONDS = 1.0
 """How long the last step waits to be saved: until then the newest segment's header says it."""
 
@@ -23,13 +26,21 @@ class Records:
         self._jobs = jobs
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._due: set[str] = set()
+        self._epochs: dict[str, int] = {}
 
     async def save(self, job: Job) -> None:
         """Returns once the record is on disk."""
         turn = self._turns.setdefault(job.name, asyncio.Lock())
         async with turn:
             if self._jobs.get(job.name) is job:
-                await asyncio.to_thread(self._journal.save, self._journal.record(job))
+                record = self._journal.record(job)
+                await asyncio.to_thread(self._journal.save, record)
+                self._epochs[job.name] = record["epoch"]
+
+    async def save_epoch(self, job: Job) -> None:
+        """Returns once the job's epoch is on disk: no rank may work in one that a restart would forget."""
+        if self._epochs.get(job.name) != job.epoch:
+            await self.save(job)
 
     def save_soon(self, job: Job) -> None:
         """Saves the record off the hot path, once for many changes."""
@@ -39,13 +50,20 @@ class Records:
 
         def save() -> None:
             self._due.discard(job.name)
-            self._background.task(self.save(job))
+            self._background.task(self._save_or_log(job))
 
         self._background.later(DELAY_SECONDS, save)
+
+    async def _save_or_log(self, job: Job) -> None:
+        try:
+            await self.save(job)
+        except AwexdError as error:
+            _log.error("the last step of job %s is not on disk: %s", job.name, error)
 
     async def forget(self, job: Job) -> None:
         """Removes the record, unless a job of that name has begun anew."""
         turn = self._turns.setdefault(job.name, asyncio.Lock())
         async with turn:
+            self._epochs.pop(job.name, None)
             if job.name not in self._jobs:
                 await asyncio.to_thread(self._journal.forget, job.name)

@@ -159,8 +159,8 @@ class Service:
         job.owner_uid = call.peer.uid
         if opened:
             self.settle()
-            await self._records.save(job)
             _log.info("job %s: epoch %d opened with %d ranks", name, job.epoch, job.world_size)
+        await self._records.save_epoch(job)
         complete = not isinstance(self.store.ready(call.session), Wait)
         pending = self.store.is_pending(call.session)
         return Reply({"job": name, "epoch": job.epoch, "pending": pending, "complete": complete})

@@ -22,7 +22,7 @@ from awexd_client.session import Connection
 
 START_SECONDS = 30.0
 STOP_SECONDS = 30.0
-_IDENTITY_KEY_BYTES = 32  # the rest of the identity file is the namespace (awexd.journal)
+_IDENTITY_KEY_BYTES, _NAMESPACE_BYTES = 32, 6  # the identity file: first the key, then the namespace (awexd.journal)
 
 
 class Daemon:
@@ -52,6 +52,7 @@ class Daemon:
         self.environ = {key: value for key, value in os.environ.items() if not key.startswith("AWEXD_")}
         self.environ |= environ or {}
         self._process: subprocess.Popen[bytes] | None = None
+        self._namespaces: set[str] = set()
 
     @property
     def pid(self) -> int:
@@ -78,6 +79,7 @@ class Daemon:
                     env=self.environ | {"NOTIFY_SOCKET": str(notify)},
                 )
             self._await_ready(ready)
+        self.segments()  # learns its namespace while it runs
         return self
 
     def kill(self) -> None:
@@ -107,15 +109,22 @@ class Daemon:
 
     def segments(self) -> list[str]:
         """Names of this daemon's entries in /dev/shm."""
-        namespaces = [path.read_bytes()[_IDENTITY_KEY_BYTES:].hex() for path in self.state_dir.glob("*/identity")]
+        if self.running:
+            # As the daemon sees it: its wrapper may have given it a folder of its own.
+            seen = Path(f"/proc/{self.pid}/root{self.state_dir}")
+            identities = [path.read_bytes() for path in seen.glob("*/identity")]
+            self._namespaces |= {body[_IDENTITY_KEY_BYTES:][:_NAMESPACE_BYTES].hex() for body in identities}
         entries = sorted(os.listdir("/dev/shm"))
-        return [entry for entry in entries if any(entry.startswith(f"awexd-{name}-") for name in namespaces)]
+        return [entry for entry in entries if any(entry.startswith(f"awexd-{name}-") for name in self._namespaces)]
 
     def ask(self, operation: str, **arguments: object) -> Message:
         """One request on a connection of its own."""
         connection = Connection(self.socket)
         try:
-            return connection.call(operation, dict(arguments), timeout=STOP_SECONDS)[0]
+            result, fds = connection.call(operation, dict(arguments), timeout=STOP_SECONDS)
+            for fd in fds:
+                os.close(fd)
+            return result
         finally:
             connection.goodbye()
 

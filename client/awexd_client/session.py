@@ -141,13 +141,14 @@ class Connection:
         self.close()
 
     def _greet(self, deadline: float, timeout: float) -> Message:
-        self._send(encode(hello(__version__, pid=os.getpid())), (), deadline)
+        with contextlib.suppress(DaemonUnavailable):  # a refusal may have come before the end: read it first
+            self._send(encode(hello(__version__, pid=os.getpid())), (), deadline)
         while not self._inbox:
-            if self._over:
-                raise self._over
-            if not self._wait(select.POLLIN, deadline):
+            if not self._over and not self._wait(select.POLLIN, deadline):
                 raise DeadlineExceeded(f"the daemon at {self.path} did not greet within {timeout:g} s")
             self._receive()
+            if self._over and not self._inbox:
+                raise self._over
         message, _ = self._inbox.pop(0)
         if "bye" in message:
             raise _refusal(message, self.path)

@@ -1,0 +1,374 @@
+"""Any interleaving of writers, readers, ends and restarts, against a simple model of what was published."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from awexd.store import Segment, Store, Version, Wait
+from awexd.store.model import Job, Lease, SegmentState
+from awexd.store.writing import Begun
+from awexd_transports.errors import AwexdError
+from tests.awexd.store_clients import JOB, NBYTES, Engine, Trainer, World, check
+
+LEASE_SECONDS = 60.0
+
+
+class Bytes:
+    """The model of one slot: whose bytes it has, and who may still be writing or reading it."""
+
+    def __init__(self) -> None:
+        self.content: tuple[int, int, int] | None = None
+        """(epoch, step, attempt) of the last begin that got it."""
+        self.writers: set[str] = set()
+        self.condemned = False
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Trainers of ``size`` ranks, engines of ``workers`` ranks; every call may be refused, none may break a promise."""
+
+    @initialize(size=st.integers(1, 3), workers=st.integers(1, 3), keep=st.integers(1, 3))
+    def open(self, size: int, workers: int, keep: int) -> None:
+        self.attempts = itertools.count(1)
+        self.world = World(Store(next(self.attempts) << 20))
+        self.size, self.workers, self.keep = size, workers, keep
+        self.trainers: list[Trainer] = []
+        self.begun: dict[str, Begun] = {}
+        self.engines: list[Engine] = []
+        self.leases: dict[str, Lease] = {}
+        self.slots: dict[str, Bytes] = {}
+        self.sealed: dict[int, dict[int, tuple[str, str]]] = {}
+        self.dead_steps: set[tuple[int, int]] = set()
+        self.newest: tuple[int, int] | None = None
+        self.rounds: dict[tuple[int, int], set[tuple[int, int]]] = {}
+        for rank in range(size):
+            self.trainer_comes(rank, new=False)
+        for rank in range(workers):
+            self.engine_comes(rank, "e")
+        for trainer in self.trainers:
+            trainer.reserve()
+
+    # what clients do
+
+    @rule(times=st.integers(1, 4))
+    @precondition(lambda self: self.trainers)
+    def all_ranks_publish(self, times: int) -> None:
+        for _ in range(times):
+            step = self._next_step()
+            for trainer in list(self.trainers):
+                self._reserve(trainer)
+                self._begin(trainer, step)
+            for trainer in list(self.trainers):
+                if trainer.session.id in self.begun:
+                    self._seal(trainer)
+
+    @rule(name=st.sampled_from(["e", "f"]), reverse=st.booleans())
+    @precondition(lambda self: self.engines)
+    def all_workers_update(self, name: str, reverse: bool) -> None:
+        for engine in sorted(self.engines, key=lambda e: e.rank, reverse=reverse):
+            if engine.name == name:
+                self._resolve(engine, None, stage=False)
+                if engine.session.id in self.leases:
+                    self._confirm(engine)
+
+    @rule(rank=st.integers(0, 2), new=st.booleans())
+    def trainer_comes(self, rank: int, new: bool) -> None:
+        trainer = Trainer(self.world, rank % self.size, self.size, keep=self.keep)
+        self.trainers.append(trainer)
+        self._try(lambda: trainer.register("new" if new else "continue"))
+
+    @rule(data=st.data(), size=st.sampled_from([NBYTES, NBYTES, 2 * NBYTES]))
+    @precondition(lambda self: self.trainers)
+    def trainer_reserves(self, data: st.DataObject, size: int) -> None:
+        trainer = data.draw(st.sampled_from(self.trainers))
+        trainer.nbytes = size
+        self._reserve(trainer)
+
+    def _reserve(self, trainer: Trainer) -> None:
+        def reserve() -> None:
+            if not isinstance(self.world.store.ready(trainer.session), Wait):
+                trainer.reserve()
+
+        self._try(reserve)
+
+    @rule(data=st.data(), ahead=st.sampled_from([-1, 0, 0, 0, 1, 2]))
+    @precondition(lambda self: self.trainers)
+    def trainer_begins(self, data: st.DataObject, ahead: int) -> None:
+        self._begin(data.draw(st.sampled_from(self.trainers)), max(0, self._next_step() + ahead))
+
+    def _next_step(self) -> int:
+        return self.world.job.high + 1 if JOB in self.world.store.jobs else 0
+
+    def _begin(self, trainer: Trainer, step: int) -> None:
+        outcome = self._try(lambda: trainer.try_begin(step))
+        if isinstance(outcome, Wait):
+            self._check_wait(outcome)
+        if not isinstance(outcome, Begun):
+            return
+        segment = outcome.segment
+        slot = self.slots.setdefault(segment.id, Bytes())
+        assert not slot.condemned, "memory that somebody may still touch was handed out"
+        held = [v for v in self.world.job.versions.values() if segment.id in v.segments]
+        assert not held, f"the slot of {held} was handed out"
+        others = slot.writers - {trainer.session.id}
+        assert not others, f"session {others} may still be writing it"
+        assert (outcome.attempt.epoch, step) not in self.dead_steps, "a step was used again"
+        self._stops_writing(trainer)
+        slot.writers.add(trainer.session.id)
+        slot.content = (outcome.attempt.epoch, step, outcome.attempt.number)
+        self.begun[trainer.session.id] = outcome
+
+    @rule(data=st.data(), abort=st.booleans())
+    @precondition(lambda self: self.begun)
+    def trainer_seals_or_aborts(self, data: st.DataObject, abort: bool) -> None:
+        session = data.draw(st.sampled_from(sorted(self.begun)))
+        trainer = next(t for t in self.trainers if t.session.id == session)
+        if not abort:
+            self._seal(trainer)
+            return
+        begun = self.begun.pop(session)
+        self.slots[begun.segment.id].writers.discard(session)
+        self._try(lambda: trainer.abort(begun))
+        self.sealed.pop(begun.attempt.number, None)
+
+    def _seal(self, trainer: Trainer) -> None:
+        session = trainer.session.id
+        begun = self.begun.pop(session)
+        number, rank = begun.attempt.number, trainer.rank
+        self.slots[begun.segment.id].writers.discard(session)
+        before = set(self.world.job.versions) if JOB in self.world.store.jobs else set()
+        version = self._try(lambda: trainer.seal(begun) or True)
+        if version is None:
+            return
+        self.sealed.setdefault(number, {})[rank] = (begun.segment.id, session)
+        if isinstance(version, Version):
+            self._committed(version, before)
+
+    def _committed(self, version: Version, before: set[tuple[int, int]]) -> None:
+        parts = self.sealed[version.attempt]
+        assert sorted(parts) == list(range(len(version.segments))), "a rank had not sealed"
+        assert [parts[rank][0] for rank in sorted(parts)] == list(version.segments)
+        assert version.key not in before
+        assert version.key not in self.dead_steps
+        assert self.newest is None or version.key > self.newest or version.key[0] > self.newest[0]
+        self.newest = version.key
+        self.dead_steps.add(version.key)
+
+    @rule(rank=st.integers(0, 2), name=st.sampled_from(["e", "f"]))
+    def engine_comes(self, rank: int, name: str) -> None:
+        engine = Engine(self.world, rank % self.workers, self.workers, name)
+        self.engines.append(engine)
+        self._try(engine.register)
+
+    @rule(data=st.data(), back=st.none() | st.integers(-1, 3), stage=st.booleans())
+    @precondition(lambda self: self.engines)
+    def engine_resolves(self, data: st.DataObject, back: int | None, stage: bool) -> None:
+        step = None if back is None else max(0, self._next_step() - 1 - back)
+        self._resolve(data.draw(st.sampled_from(self.engines)), step, stage)
+
+    def _resolve(self, engine: Engine, step: int | None, stage: bool) -> None:
+        outcome = self._try(lambda: engine.try_resolve(step, LEASE_SECONDS, stage=stage))
+        if isinstance(outcome, Wait):
+            self._check_wait(outcome)
+        if not isinstance(outcome, Lease):
+            return
+        version = self.world.job.versions[outcome.key]
+        assert not version.withdrawn
+        assert step is None or outcome.key[1] == step
+        for segment_id in version.segments:
+            slot = self.slots[segment_id]
+            assert slot.content
+            assert slot.content[:2] == outcome.key, "other bytes than the version's"
+        if not stage:
+            self.leases[engine.session.id] = outcome
+
+    @rule(data=st.data(), how=st.sampled_from(["confirm", "confirm", "confirm", "release", "dirty"]))
+    @precondition(lambda self: self.leases)
+    def engine_ends_its_update(self, data: st.DataObject, how: str) -> None:
+        session = data.draw(st.sampled_from(sorted(self.leases)))
+        engine = next(e for e in self.engines if e.session.id == session)
+        if how == "confirm":
+            self._confirm(engine)
+            return
+        lease = self.leases.pop(session)
+        self._try(lambda: engine.release(lease, dirty=how == "dirty"))
+
+    def _confirm(self, engine: Engine) -> None:
+        lease = self.leases.pop(engine.session.id)
+        worker = engine.session.worker[1] if engine.session.worker else None
+        number = worker.round if worker else 0
+        expired = lease.expires <= self.world.now
+        key = self._try(lambda: engine.confirm(lease))
+        if key is None:
+            return
+        assert not expired, "an update whose lease had run out was a success"
+        assert worker
+        assert (worker.state, worker.version) == ("ready", lease.key)
+        assert worker.round == number + 1
+
+    @rule(data=st.data(), stage=st.booleans())
+    @precondition(lambda self: self.engines)
+    def engine_overstays_its_lease(self, data: st.DataObject, stage: bool) -> None:
+        self._resolve(data.draw(st.sampled_from(self.engines)), None, stage=stage)
+        self.time_passes(LEASE_SECONDS)
+
+    # what befalls them
+
+    @rule(data=st.data(), unmapped=st.booleans(), replaced=st.booleans())
+    @precondition(lambda self: self.trainers or self.engines)
+    def session_ends(self, data: st.DataObject, unmapped: bool, replaced: bool) -> None:
+        clients: list[Trainer | Engine] = [*self.trainers, *self.engines]
+        client = data.draw(st.sampled_from(clients))
+        session = client.session.id
+        for segment_id, slot in self.slots.items():
+            segment = self._segment(segment_id)
+            if not unmapped and (session in slot.writers or (segment and session in segment.users)):
+                slot.condemned = True
+            slot.writers.discard(session)
+        client.end(unmapped=unmapped)
+        self.begun.pop(session, None)
+        self.leases.pop(session, None)
+        self.trainers = [t for t in self.trainers if t is not client]
+        self.engines = [e for e in self.engines if e is not client]
+        if replaced and isinstance(client, Trainer):
+            self.trainer_comes(client.rank, new=False)
+        elif replaced and isinstance(client, Engine):
+            self.engine_comes(client.rank, client.name)
+
+    @rule(seconds=st.sampled_from([1.0, 30.0, LEASE_SECONDS]))
+    def time_passes(self, seconds: float) -> None:
+        expiring = [lease for lease in self.world.store.leases.values() if lease.session]
+        for lease in expiring:
+            if lease.expires <= self.world.now + seconds:
+                for segment_id in self.world.job.versions[lease.key].segments:
+                    self.slots[segment_id].condemned = True
+        self.world.advance(seconds)
+
+    @rule(data=st.data(), drop=st.booleans())
+    @precondition(lambda self: JOB in self.world.store.jobs and self.world.held())
+    def withdraw(self, data: st.DataObject, drop: bool) -> None:
+        step = data.draw(st.sampled_from(self.world.held()))[1]
+        act = self.world.store.drop if drop else self.world.store.rollback
+        for gone in self._try(lambda: act(self.world.job, step)) or []:
+            self.dead_steps.add(gone.key)
+        held = self.world.held()
+        self.newest = held[0] if held else None
+
+    @rule(leave=st.booleans())
+    @precondition(lambda self: JOB in self.world.store.jobs and len(self.dead_steps) > 3)
+    def close_job(self, leave: bool) -> None:
+        self.world.store.close_job(self.world.job)
+        self.world.drain()
+        assert self.world.store.leases == {}
+        self.begun.clear()
+        self.leases.clear()
+        self.dead_steps.clear()
+        self.newest = None
+        if leave:
+            clients: list[Trainer | Engine] = [*self.trainers, *self.engines]
+            for client in clients:
+                client.end()
+            self.trainers, self.engines = [], []
+
+    @rule()
+    @precondition(lambda self: JOB in self.world.store.jobs and self.world.held())
+    def restart(self) -> None:
+        """What adoption does: whole versions, by their segments, into a new store; who maps them is not known."""
+        old = self.world.job
+        store = Store(next(self.attempts) << 20)
+        job = Job(JOB, 0, epoch=old.epoch, world_size=old.world_size, keep=old.keep, high=old.high)
+        held = self.world.held()
+        for version in sorted(old.versions.values(), key=lambda v: v.key):
+            if version.withdrawn:
+                continue
+            segments = [
+                Segment(s.id, s.rank, s.nbytes, digest=s.digest) for s in (old.segments[i] for i in version.segments)
+            ]
+            kept = (version.key, version.attempt, version.segments, version.digests)
+            store.jobs.setdefault(JOB, job)
+            store.adopt(job, Version(*kept, version.set_digest, version.nbytes), segments)
+        store.jobs.setdefault(JOB, job)
+        self.world.store = store
+        self.world.drain()
+        for slot in self.slots.values():
+            slot.condemned = True
+        self.trainers, self.engines = [], []
+        self.begun.clear()
+        self.leases.clear()
+        for rank in range(self.size):
+            self.trainer_comes(rank, new=False)
+        assert self.world.held()[: len(held)] == held[: max(job.keep, 1)]
+
+    # what must hold
+
+    @invariant()
+    def consistent(self) -> None:
+        if hasattr(self, "world"):
+            check(self.world)
+
+    @invariant()
+    def newest_is_held(self) -> None:
+        if hasattr(self, "world") and self.newest is not None:
+            held = self.world.held()
+            assert held, "the last held version is lost"
+            assert held[0] == self.newest
+
+    @invariant()
+    def nothing_is_left_of_ended_sessions(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        store = self.world.store
+        for job in store.jobs.values():
+            registered = [w.session for w in job.writers.values()]
+            registered += [w.session for w in job.pending.writers.values()] if job.pending else []
+            registered += [w.session for e in job.engines.values() for w in e.workers.values()]
+            assert set(registered) <= store.sessions.keys()
+            assert all(e.workers for e in job.engines.values()), "an engine of nobody"
+            for segment in job.segments.values():
+                if segment.state is SegmentState.WRITING:
+                    assert any(segment.users & {s} for s in store.sessions), "nobody writes it"
+
+    @invariant()
+    def rounds_are_of_one_version(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        for job in self.world.store.jobs.values():
+            for engine in job.engines.values():
+                versions = {(w.round, w.version) for w in engine.workers.values() if w.state == "ready"}
+                rounds = [number for number, _ in versions]
+                assert len(rounds) == len(set(rounds)), f"workers after one number of updates differ: {versions}"
+
+    # how
+
+    def _try(self, action: Callable[[], Any]) -> Any:
+        """The action's result; None if it was refused, which anything may be, by an error of ours with a message."""
+        try:
+            return action()
+        except AwexdError:
+            return None
+        finally:
+            self.world.drain()
+
+    def _check_wait(self, wait: Wait) -> None:
+        assert wait.reason.startswith(JOB)
+        assert len(wait.reason) > len(JOB) + 8, "names nobody"
+        assert not wait.reason.rstrip().endswith((";", "and")), wait.reason
+
+    def _segment(self, segment_id: str) -> Segment | None:
+        job = self.world.store.jobs.get(JOB)
+        return job.segments.get(segment_id) if job else None
+
+    def _stops_writing(self, trainer: Trainer) -> None:
+        for slot in self.slots.values():
+            slot.writers.discard(trainer.session.id)
+
+
+StoreMachine.TestCase.settings = settings(
+    max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestStore = StoreMachine.TestCase
