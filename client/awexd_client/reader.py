@@ -106,6 +106,7 @@ class WorkerWeightsReader(Endpoint):
         self._updates: int | None = None
         self._holding_: Holding | None = None
         self._sources: OrderedDict[str, Sources] = OrderedDict()
+        self._checked: set[str] = set()
         self._tables: OrderedDict[tuple[str, ...], Tables] = OrderedDict()
         self._prefetching: threading.Thread | None = None
 
@@ -208,7 +209,8 @@ class WorkerWeightsReader(Endpoint):
     def _register(self, holding: Holding, deadline: Deadline) -> None:
         self._forget_tables(None)
         self._sources.clear()
-        self._fetch_sources(holding, None, deadline, alone=self.world_size == 1)
+        self._checked.clear()
+        self._fetch_sources(holding, None, deadline)
         manifest = holding.manifest
         answer = self._ask_with_body(
             "read.register",
@@ -309,14 +311,17 @@ class WorkerWeightsReader(Endpoint):
 
     def _sources_of(self, set_digest: str, deadline: Deadline) -> Sources:
         if set_digest not in self._sources:
-            self._fetch_sources(self._holding, set_digest, deadline, alone=True)
+            self._fetch_sources(self._holding, set_digest, deadline)
+        if self.world_size > 1 and set_digest not in self._checked:
+            self._check_unexpected(self._sources[set_digest].manifests, deadline)
+            self._checked.add(set_digest)
         self._sources.move_to_end(set_digest)
         while len(self._sources) > TABLES_KEPT:
             self._sources.popitem(last=False)
         return self._sources[set_digest]
 
-    def _fetch_sources(self, holding: Holding, set_digest: str | None, deadline: Deadline, *, alone: bool) -> None:
-        """Asks what is published and plans how it fills ``holding``. ``alone``: names that no worker declares count.
+    def _fetch_sources(self, holding: Holding, set_digest: str | None, deadline: Deadline) -> None:
+        """Asks what is published and plans how it fills ``holding``.
 
         Raises:
             ManifestMismatch: it does not.
@@ -329,16 +334,16 @@ class WorkerWeightsReader(Endpoint):
         manifests = tuple(self._manifests[digest] for digest in answer["ranks"])
         # Where this worker is its whole engine, missing and unexpected names are told together.
         planned = plan(manifests, [holding.manifest], partial=self.world_size > 1)
-        if alone and self.world_size > 1:
-            self._check_unexpected(manifests, holding, deadline)
         self._manifests.clear()
         self._sources[answer["set"]] = Sources(manifests, planned)
 
-    def _check_unexpected(self, manifests: Sequence[Manifest], holding: Holding, deadline: Deadline) -> None:
-        extra = unexpected(manifests, [holding.manifest])
+    def _check_unexpected(self, manifests: Sequence[Manifest], deadline: Deadline) -> None:
+        """Refuses names that no worker of the engine declares; waits for its siblings where it cannot tell alone."""
+        extra = unexpected(manifests, [self._holding.manifest])
         if extra:
             answer = self._ask_for_manifests("read.siblings", deadline.left())
             extra = unexpected(manifests, [self._manifests[digest] for digest in answer["ranks"]])
+            self._manifests.clear()
         if extra:
             raise ManifestMismatch.between(
                 f"{self.job} publishes what no worker of {self.engine} declares", unexpected=extra, mismatched={}

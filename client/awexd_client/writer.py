@@ -143,7 +143,10 @@ class WeightWriter(Endpoint):
 
     def close_job(self, timeout: float = DEFAULT_TIMEOUT) -> None:
         """Ends the job: its versions and memory go, its engines are told."""
-        self._surviving(lambda deadline: self._ask("job.close", deadline.left(), job=self.job), timeout)
+        with self._lock:
+            self._surviving(lambda deadline: self._ask("job.close", deadline.left(), job=self.job), timeout)
+            self._epoch, self._after = "continue", None  # registering again begins the job anew
+            self._segment_ = self._open = None
 
     # internals
 
