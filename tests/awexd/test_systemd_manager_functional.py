@@ -64,22 +64,29 @@ printf '[Unit]\nDefaultDependencies=no\nRequires=awexd.socket\nAfter=awexd.socke
 SYSTEMD_UNIT_PATH=/opt/units container=test exec "$SYSTEMD" --system --unit=test.target --log-target=null
 """
 
-# One `status` request; prints the daemon's process id, or why it was refused.
+# One `status` request; prints the daemon's process id, or why it was refused. A dying daemon may accept and be gone: as
+# any client does, this one then connects once more.
 _CLIENT = """
 import socket
 from awexd.protocol import Decoder, encode, hello
 
-decoder, messages = Decoder(), []
-with socket.socket(socket.AF_UNIX) as connection:
-    connection.settimeout(30)
-    connection.connect("/run/awexd/awexd.sock")
-    connection.sendall(encode(hello("0")) + encode({"id": 1, "op": "status", "args": {}, "deadline_ms": 10_000}))
-    while len(messages) < 2:
-        data = connection.recv(65536)
-        if not data:
-            raise ConnectionError("closed by the daemon")
-        messages += [message for message, _ in decoder.feed(data)]
-print(messages[1]["ok"]["pid"])
+def ask():
+    decoder, messages = Decoder(), []
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(30)
+        connection.connect("/run/awexd/awexd.sock")
+        connection.sendall(encode(hello("0")) + encode({"id": 1, "op": "status", "args": {}, "deadline_ms": 10_000}))
+        while len(messages) < 2:
+            data = connection.recv(65536)
+            if not data:
+                raise ConnectionError("closed by the daemon")
+            messages += [message for message, _ in decoder.feed(data)]
+    return messages[1]["ok"]["pid"]
+
+try:
+    print(ask())
+except ConnectionError:
+    print(ask())
 """
 
 
