@@ -19,6 +19,7 @@ import orjson
 from awexd.store.model import Job
 from awexd_transports.errors import BudgetExceeded, InvalidArgument
 
+RECORD_FORMAT = 1
 _KEY_BYTES = 32
 _NAMESPACE_BYTES = 6
 
@@ -64,6 +65,7 @@ class Journal:
     def record(self, job: Job) -> dict[str, Any]:
         """What is kept of a job, as plain values (made on the loop, saved in a thread)."""
         return {
+            "format": RECORD_FORMAT,
             "job": job.name,
             "owner_uid": job.owner_uid,
             "epoch": job.epoch,
@@ -140,6 +142,8 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _job(record: dict[str, Any]) -> Job:
+    if record["format"] != RECORD_FORMAT:
+        raise TypeError(f"format {record['format']}, this version reads {RECORD_FORMAT}")
     numbers = [record[key] for key in ("owner_uid", "epoch", "world_size", "keep")]
     numbers += [record["high"] + 1, *record["uids"], *record["gids"], *record["withdrawn"]]
     if not isinstance(record["job"], str) or any(type(number) is not int or number < 0 for number in numbers):
