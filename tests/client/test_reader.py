@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,37 +16,8 @@ from awexd_client import (
     WeightWriter,
     WorkerWeightsReader,
 )
+from tests.client.samples import weights
 from tests.daemons import Daemon
-
-PATIENCE = 30.0
-
-
-@pytest.fixture
-def writer(daemon: Daemon) -> Iterator[WeightWriter]:
-    with WeightWriter("grpo", 0, 1, daemon.socket, verify="checksum") as opened:
-        yield opened
-
-
-@pytest.fixture
-def reader(daemon: Daemon) -> Iterator[WorkerWeightsReader]:
-    with WorkerWeightsReader("grpo", "e", 0, 1, daemon.socket, verify="checksum") as opened:
-        yield opened
-
-
-@pytest.fixture
-def engine(daemon: Daemon) -> Iterator[Callable[[int], list[WorkerWeightsReader]]]:
-    """Makes the workers of one engine; they are closed after the test."""
-    with contextlib.ExitStack() as stack:
-
-        def make(size: int) -> list[WorkerWeightsReader]:
-            made = (WorkerWeightsReader("grpo", "e", rank, size, daemon.socket) for rank in range(size))
-            return [stack.enter_context(reader) for reader in made]
-
-        yield make
-
-
-def weights(value: float) -> dict[str, torch.Tensor]:
-    return {"a": torch.full((6, 2), float(value)), "b": torch.full((5,), value, dtype=torch.bfloat16)}
 
 
 @pytest.mark.parametrize(

@@ -3,37 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from awexd_client import (
     IntegrityError,
     WeightWriter,
     WorkerWeightsReader,
 )
+from tests.client.samples import weights
 from tests.daemons import Daemon
-
-PATIENCE = 30.0
-
-
-@pytest.fixture
-def writer(daemon: Daemon) -> Iterator[WeightWriter]:
-    with WeightWriter("grpo", 0, 1, daemon.socket, verify="checksum") as opened:
-        yield opened
-
-
-@pytest.fixture
-def reader(daemon: Daemon) -> Iterator[WorkerWeightsReader]:
-    with WorkerWeightsReader("grpo", "e", 0, 1, daemon.socket, verify="checksum") as opened:
-        yield opened
-
-
-def weights(value: float) -> dict[str, torch.Tensor]:
-    return {"a": torch.full((6, 2), float(value)), "b": torch.full((5,), value, dtype=torch.bfloat16)}
 
 
 class TestCorruption:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,18 +20,6 @@ from awexd_client import (
     WorkerWeightsReader,
 )
 from tests.daemons import Daemon
-
-
-@pytest.fixture
-def writer(daemon: Daemon) -> Iterator[WeightWriter]:
-    with WeightWriter("grpo", 0, 1, daemon.socket) as opened:
-        yield opened
-
-
-@pytest.fixture
-def reader(daemon: Daemon) -> Iterator[WorkerWeightsReader]:
-    with WorkerWeightsReader("grpo", "e", 0, 1, daemon.socket) as opened:
-        yield opened
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,19 +14,6 @@ from awexd_client import (
     WeightWriter,
     WorkerWeightsReader,
 )
-from tests.daemons import Daemon
-
-
-@pytest.fixture
-def writer(daemon: Daemon) -> Iterator[WeightWriter]:
-    with WeightWriter("grpo", 0, 1, daemon.socket) as opened:
-        yield opened
-
-
-@pytest.fixture
-def reader(daemon: Daemon) -> Iterator[WorkerWeightsReader]:
-    with WorkerWeightsReader("grpo", "e", 0, 1, daemon.socket) as opened:
-        yield opened
 
 
 def test_case_56_captured_before_the_block_has_ended(writer: WeightWriter) -> None:
