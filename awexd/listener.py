@@ -20,10 +20,14 @@ PROBE_SECONDS = 2.0
 def listening(path: str, mode: int) -> Iterator[socket.socket]:
     """Listens at ``path``; on leaving, the path is gone. A stale socket file is taken over, a live one is not.
 
+    Its folder is made if only that is missing (``/run/awexd`` is, after a boot without the service).
+
     Raises:
         InvalidArgument: another daemon answers there or is starting, the path is too long or is no socket.
     """
     check_socket_path(path)
+    with contextlib.suppress(OSError):  # what is wrong with it, opening the lock says
+        os.mkdir(os.path.dirname(path), 0o755)
     with _lock(f"{path}.lock", path):
         _remove_stale(path)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -306,15 +306,20 @@ def _check_current(job: Job, writer: Writer) -> None:
 
 
 def _leave_other_steps(job: Job, writer: Writer, step: int) -> None:
+    this = job.attempts.get(step)
+    sealed_this = this.sealed if this else set()
     for other, attempt in list(job.attempts.items()):
+        ahead = attempt.segments.keys() - {writer.rank} - sealed_this
         if other < step and writer.rank not in attempt.sealed:
             abort(job, other, f"rank {writer.rank} went on to step {step} without sealing step {other}")
         elif other == step and writer.rank in attempt.segments and writer.rank not in attempt.sealed:
             del attempt.segments[writer.rank]
-        elif other > step and attempt.segments.keys() - {writer.rank}:
-            ahead = describe_ranks(attempt.segments.keys() - {writer.rank})
-            raise VersionConflict(f"{job.name}: {ahead} went on to step {other}; step {step} can no longer commit")
-        elif other > step:
+        elif other > step and ahead:
+            raise VersionConflict(
+                f"{job.name}: {describe_ranks(ahead)} went on to step {other} without sealing step {step}: "
+                "it can no longer commit"
+            )
+        elif other > step and writer.rank in attempt.segments:
             abort(job, other, f"rank {writer.rank} went back to step {step}")
     give_up_slot(job, writer)
 

@@ -24,7 +24,7 @@ from awexd_transports.layout import Shard
 
 __all__ = ["Publication", "Shard", "Update", "UpdateResult", "WeightReader", "WeightWriter", "WorkerWeightsReader"]
 
-THREADS = 4
+THREADS = 32
 """Calls of one object that may wait at the same time."""
 
 P = ParamSpec("P")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self, TypeVar
 
 from awexd.manifests import sealed_memfd, unbundle
@@ -93,6 +94,18 @@ class Endpoint(ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @contextlib.contextmanager
+    def _turn(self, deadline: Deadline) -> Iterator[None]:
+        """One registration, publication or update at a time; waits for versions and commits run beside it."""
+        if not self._lock.acquire(timeout=deadline.left()):
+            raise DeadlineExceeded(
+                f"{self.job}: another thread's call on this client is not over in {deadline.seconds:g} s"
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
+
     def _check_usable(self) -> None:
         if self._closed:
             raise InvalidArgument(f"this {type(self).__name__} is closed")
@@ -120,8 +133,8 @@ class Endpoint(ABC):
     ) -> tuple[dict[str, Any], list[int]]:
         self._check_usable()
         answer = self._connection.call(operation, arguments, timeout=timeout, fds=fds)
-        # Not while another thread may be copying through these mappings; the next call will do.
-        if self._connection.dropped and self._lock.acquire(blocking=False):
+        # Not while another thread may copy through these mappings, nor while one is being made: the next call will do.
+        if self._connection.dropped and operation != "segment.open" and self._lock.acquire(blocking=False):
             try:
                 self._unmap(timeout)
             finally:
@@ -169,37 +182,37 @@ class Endpoint(ABC):
         self._maps.discard(ids)
         self._connection.call("segment.closed", {"ids": ids}, timeout=timeout)
 
-    def _surviving(self, action: Callable[[Deadline], T], timeout: float) -> T:
-        """Runs ``action``; if the daemon goes away, once more on a new connection to the next one."""
+    def _surviving(self, action: Callable[[Deadline], T], deadline: Deadline) -> T:
+        """Runs ``action``; where the daemon goes away, again on a connection to the next one."""
         self._check_usable()
-        deadline = Deadline(timeout)
-        used = self._connection
-        if not used.over:
-            try:
-                return action(deadline)
-            except DaemonUnavailable:
-                if self._closed or deadline.left() <= 0:
-                    raise
-        # Under the lock: no other thread may be copying into mappings that go with the old connection.
-        if not self._lock.acquire(timeout=deadline.left()):
-            raise DeadlineExceeded(f"the daemon went away; no turn to reconnect within {timeout:g} s")
-        try:
-            if self._connection is used:
-                self._reconnect(deadline)
-        finally:
-            self._lock.release()
-        return action(deadline)
+        while True:
+            used = self._connection
+            if not used.over:
+                try:
+                    return action(deadline)
+                except DaemonUnavailable:
+                    if self._closed or deadline.left() <= 0:
+                        raise
+            # Under the lock: no other thread may be copying into mappings that go with the old connection.
+            with self._turn(deadline):
+                if self._connection is used:
+                    self._reconnect(deadline)
 
     def _reconnect(self, deadline: Deadline) -> None:
         self._connection.close()
         self._forget_tables(None)
         self._maps.close()
-        self._connection = _connect_again(self._path, min(deadline.left(), RECONNECT_SECONDS))
-        try:
-            self._register_again(deadline.left())
-        except BaseException:
-            self._connection.close()  # half a client would be refused for ever: the next call connects anew
-            raise
+        patience = Deadline(min(deadline.left(), RECONNECT_SECONDS))
+        while True:
+            self._connection = _connect_again(self._path, patience.left())
+            try:
+                self._register_again(deadline.left())
+            except BaseException as error:
+                self._connection.close()  # half a client would be refused for ever: the next call connects anew
+                if not isinstance(error, DaemonUnavailable) or patience.left() <= 0:
+                    raise
+            else:
+                return
 
 
 class Deadline:

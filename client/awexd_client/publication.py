@@ -86,11 +86,12 @@ class Update:
         if error is not None:
             self._writer._abort(self.publication, failed(error))
             return
-        with self._writer._lock:
+        deadline = Deadline(self._timeout)
+        with self._writer._turn(deadline):
             self._writer._check_open(self.publication, self._mapping)
             try:
                 self._writer._check_whole(self.publication, set(self._parts.values()))
-                self._writer._seal(self.publication, self._mapping, Deadline(self._timeout))
+                self._writer._seal(self.publication, self._mapping, deadline)
             except BaseException as problem:
                 self._writer._abort(self.publication, failed(problem))
                 raise

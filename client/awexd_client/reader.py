@@ -133,8 +133,11 @@ class WorkerWeightsReader(Endpoint):
         """
         holding = Holding.of(target, adapter)
         holding.check_disjoint()
-        with self._lock:
-            self._surviving(lambda deadline: self._register(holding, deadline), timeout)
+        deadline = Deadline(timeout)
+        with self._turn(deadline):
+            # Other tensors: what the former ones held is not true of these.
+            self._state, self._version, self._updates = "empty", None, None
+            self._surviving(lambda deadline: self._register(holding, deadline), deadline)
             self._holding_ = holding
 
     def prefetch(self, step: int | None = None) -> None:
@@ -161,8 +164,9 @@ class WorkerWeightsReader(Endpoint):
             DeadlineExceeded: names what was waited for.
         """
         resolved: list[int] = []
-        with self._lock:
-            return self._surviving(lambda deadline: self._update(step, resolved, deadline), timeout)
+        deadline = Deadline(timeout)
+        with self._turn(deadline):
+            return self._surviving(lambda deadline: self._update(step, resolved, deadline), deadline)
 
     def wait(self, step: int, timeout: float = DEFAULT_TIMEOUT) -> tuple[int, int]:
         """Returns the newest version's (epoch, step) once it is at least ``step``; told, not polled.
@@ -172,7 +176,8 @@ class WorkerWeightsReader(Endpoint):
             DeadlineExceeded: not in time.
         """
         check_whole("step", step, 0, MAX_STEP)
-        answer = self._surviving(lambda deadline: self._ask("read.wait", deadline.left(), step=step), timeout)
+        asked = Deadline(timeout)
+        answer = self._surviving(lambda deadline: self._ask("read.wait", deadline.left(), step=step), asked)
         return answer["epoch"], answer["step"]
 
     def stage(self, step: int | None = None, timeout: float = DEFAULT_TIMEOUT) -> Staged:
@@ -180,13 +185,15 @@ class WorkerWeightsReader(Endpoint):
 
         Follow it with ``apply`` or ``release``; see WeightReader, which stages every worker before it applies any.
         """
-        with self._lock:
-            return self._surviving(lambda deadline: self._stage(step, deadline), timeout)
+        deadline = Deadline(timeout)
+        with self._turn(deadline):
+            return self._surviving(lambda deadline: self._stage(step, deadline), deadline)
 
     def apply(self, staged: Staged, timeout: float = DEFAULT_TIMEOUT) -> UpdateResult:
         """The second half of ``update``: copies, compares and confirms."""
-        with self._lock:
-            return self._apply(staged, Deadline(timeout))
+        deadline = Deadline(timeout)
+        with self._turn(deadline):
+            return self._apply(staged, deadline)
 
     def release(self, staged: Staged) -> None:
         """Gives up what was staged."""
@@ -368,7 +375,7 @@ class WorkerWeightsReader(Endpoint):
             deadline = Deadline(DEFAULT_TIMEOUT)
             answer = self._resolve(step, deadline, stage=True)
             try:
-                with self._lock:
+                with self._turn(deadline):
                     self._refresh()
                     self._prepare(answer, deadline)
             finally:

@@ -103,10 +103,11 @@ class WeightWriter(Endpoint):
             VersionConflict: another live process has this rank, or world_size or keep differs.
         """
         holding = Holding.of(target, adapter, dtype)
-        with self._lock:
+        deadline = Deadline(timeout)
+        with self._turn(deadline):
             self._holding_ = holding
             self._casts = dtype
-            self._surviving(lambda deadline: self._register(deadline), timeout)
+            self._surviving(lambda deadline: self._register(deadline), deadline)
 
     def begin(self, step: int, timeout: float = DEFAULT_TIMEOUT) -> Update:
         """The long form: ``with writer.begin(step) as update: update.write(part) ...``.
@@ -115,8 +116,9 @@ class WeightWriter(Endpoint):
             VersionConflict: the step is not after the last committed one, or another rank has passed it.
             DeadlineExceeded: no free slot, or a rank that has not registered; names who holds or is missing.
         """
-        with self._lock:
-            publication, mapping = self._surviving(lambda deadline: self._begin(step, deadline), timeout)
+        deadline = Deadline(timeout)
+        with self._turn(deadline):
+            publication, mapping = self._surviving(lambda deadline: self._begin(step, deadline), deadline)
         return Update(self, publication, mapping, timeout)
 
     def publish(self, step: int, timeout: float = DEFAULT_TIMEOUT) -> Publication:
@@ -128,10 +130,10 @@ class WeightWriter(Endpoint):
             VersionConflict, DeadlineExceeded: as ``begin``.
             ManifestMismatch: the registered tensors are no longer what they were.
         """
-        with self._lock:
-            deadline = Deadline(timeout)
+        deadline = Deadline(timeout)
+        with self._turn(deadline):
             for _ in range(_RETRIES):
-                publication = self._surviving(lambda _: self._publish(step, deadline), deadline.left())
+                publication = self._surviving(lambda deadline: self._publish(step, deadline), deadline)
                 if publication is not None:
                     return publication
             raise DaemonUnavailable(f"step {step} was lost {_RETRIES} times to restarts of the daemon")
@@ -139,12 +141,13 @@ class WeightWriter(Endpoint):
     def grant(self, uids: Sequence[int] = (), gids: Sequence[int] = (), timeout: float = DEFAULT_TIMEOUT) -> None:
         """Lets other users, by uid or group, read this job's versions."""
         arguments = {"job": self.job, "uids": list(uids), "gids": list(gids)}
-        self._surviving(lambda deadline: self._ask("job.grant", deadline.left(), **arguments), timeout)
+        self._surviving(lambda deadline: self._ask("job.grant", deadline.left(), **arguments), Deadline(timeout))
 
     def close_job(self, timeout: float = DEFAULT_TIMEOUT) -> None:
         """Ends the job: its versions and memory go, its engines are told."""
-        with self._lock:
-            self._surviving(lambda deadline: self._ask("job.close", deadline.left(), job=self.job), timeout)
+        deadline = Deadline(timeout)
+        with self._turn(deadline):
+            self._surviving(lambda deadline: self._ask("job.close", deadline.left(), job=self.job), deadline)
             self._epoch, self._after = "continue", None  # registering again begins the job anew
             self._segment_ = self._open = None
 
@@ -346,7 +349,7 @@ class WeightWriter(Endpoint):
             "checksums": checksums,
         }
         # The reply may be lost with the daemon: asked again, the next one knows whether the version was committed.
-        answer = self._surviving(lambda left: self._ask("write.seal", left.left(), **arguments), deadline.left())
+        answer = self._surviving(lambda deadline: self._ask("write.seal", deadline.left(), **arguments), deadline)
         publication._captured, publication._committed = True, answer["committed"]
 
     def _abort(self, publication: Publication, reason: str) -> None:
@@ -358,7 +361,8 @@ class WeightWriter(Endpoint):
 
     def _await_commit(self, publication: Publication, timeout: float) -> None:
         arguments = {"epoch": publication.epoch, "step": publication.step, "attempt": publication._attempt}
-        self._surviving(lambda deadline: self._ask("write.committed", deadline.left(), **arguments), timeout)
+        asked = Deadline(timeout)
+        self._surviving(lambda deadline: self._ask("write.committed", deadline.left(), **arguments), asked)
 
     def _forget_tables(self, segments: Sequence[str] | None) -> None:
         if self._segment_ is not None:

@@ -79,7 +79,7 @@ def test_path_of_107_bytes_is_served(folder: Path) -> None:
 
 
 def test_folder_that_does_not_exist_is_named(folder: Path) -> None:
-    assert "No such file" in refused(Daemon(folder), "--socket", str(folder / "none" / "s"))
+    assert "No such file" in refused(Daemon(folder), "--socket", str(folder / "none" / "none" / "s"))
 
 
 def test_state_folder_in_use_by_another_daemon_is_named(daemon: Daemon, folder: Path) -> None:
@@ -188,3 +188,9 @@ def test_closing_a_job_frees_its_memory_and_forgets_its_record(daemon: Daemon) -
         assert "closed" in str(trainer.refused("write.begin", step=2, set=trainer.set))
         daemon.terminate()
         assert list(daemon.state_dir.glob("*/jobs/*")) == []
+
+
+def test_missing_folder_of_the_socket_is_made(folder: Path) -> None:
+    with Daemon(folder, "--socket", str(folder / "run" / "s")) as daemon:
+        daemon.socket = str(folder / "run" / "s")
+        daemon.ask("status")

@@ -99,7 +99,7 @@ def test_rank_that_went_back_is_refused_when_another_is_ahead() -> None:
     world = World()
     first, second = trainers(world, 2)
     second.begin(7)
-    with pytest.raises(VersionConflict, match="rank 1 went on to step 7; step 6 can no longer commit"):
+    with pytest.raises(VersionConflict, match="rank 1 went on to step 7 without sealing step 6"):
         first.begin(6)
     first.begin(7)
     check(world)
