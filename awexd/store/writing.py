@@ -70,6 +70,10 @@ def register(job: Job, writer: Writer, world_size: int, epoch: int | str, keep: 
     if keep != job.keep and others:
         raise VersionConflict(f"{job.name}: rank {others[0].rank} keeps {job.keep} versions, not {keep}")
     job.keep = keep
+    if epoch == "continue" and not _already_in(job, writer):
+        # A version is of one incarnation of the trainer: what earlier processes sealed must not meet this one's bytes.
+        for step in list(job.attempts):
+            abort(job, step, f"rank {writer.rank} was started anew (process {writer.pid})")
     _replace(job, writer)
     return opened
 

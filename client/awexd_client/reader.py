@@ -25,6 +25,7 @@ from awexd_transports.errors import (
     IntegrityError,
     InvalidArgument,
     ManifestMismatch,
+    VersionConflict,
     VersionUnavailable,
 )
 from awexd_transports.layout import Manifest
@@ -267,6 +268,9 @@ class WorkerWeightsReader(Endpoint):
             raise VersionUnavailable(
                 f"{self.job}: what was staged went with its connection to the daemon; update again"
             )
+        if self._holding.watch.changed():
+            self._release(staged.lease)
+            raise VersionConflict(f"{self.job}: tensors were rebound or moved since this was staged; update again")
         self._state, self._version = "dirty", None
         began = time.monotonic()
         try:

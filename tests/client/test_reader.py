@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from awexd_client import (
     InvalidArgument,
     ManifestMismatch,
     Shard,
+    VersionConflict,
     WeightWriter,
     WorkerWeightsReader,
 )
@@ -312,3 +313,53 @@ def test_engine_of_which_a_worker_has_not_come_is_not_updated(writer: WeightWrit
         with WorkerWeightsReader("grpo", "e", 1, 2, daemon.socket) as other:
             other.register({"b": torch.zeros(5, dtype=torch.bfloat16)})
             assert [reader.update().step, other.update().step] == [1, 1]
+
+
+def test_other_tensors_are_empty_until_they_are_updated(writer: WeightWriter, reader: WorkerWeightsReader) -> None:
+    writer.register(weights(1))
+    writer.publish(1)
+    reader.register(weights(0))
+    reader.update()
+    other = weights(0)
+    reader.register(other)
+    assert (reader.state, reader.version) == ("empty", None)
+    assert reader.update().step == 1
+    assert torch.equal(other["a"], torch.ones(6, 2))
+
+
+def test_tensors_rebound_between_stage_and_apply_are_not_reported_as_loaded(
+    writer: WeightWriter, reader: WorkerWeightsReader
+) -> None:
+    writer.register({"weight": torch.ones(4, 4)})
+    writer.publish(1)
+    module = torch.nn.Linear(4, 4, bias=False)
+    reader.register(module)
+    staged = reader.stage()
+    module.weight.data = torch.zeros(4, 4)
+    with pytest.raises(VersionConflict, match="rebound"):
+        reader.apply(staged)
+    assert (reader.state, reader.version) == ("empty", None)
+    assert reader.update().step == 1
+    assert torch.equal(module.weight, torch.ones(4, 4))
+
+
+def test_segments_replaced_while_others_are_opened_block_nothing(
+    writer: WeightWriter, reader: WorkerWeightsReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained, held = weights(1), weights(0)
+    writer.register(trained)
+    writer.publish(1)
+    reader.register(held)
+    reader.update()
+    trained["a"].fill_(2.0)
+    writer.publish(2)
+    opened = reader._open_segments
+
+    def open_late(ids: Sequence[str]) -> list[int]:
+        # The trainer's slots change between the two answers: the second one names segments to unmap.
+        writer.register({**weights(3), "c": torch.zeros(100_000)})
+        return opened(ids)
+
+    monkeypatch.setattr(reader, "_open_segments", open_late)
+    assert reader.update(step=2, timeout=10).step == 2
+    assert torch.equal(held["a"], torch.full((6, 2), 2.0))

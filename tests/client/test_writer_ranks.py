@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from awexd_client import (
+    DeadlineExceeded,
     ManifestMismatch,
     Shard,
     VersionConflict,
@@ -93,3 +94,42 @@ def test_world_that_shrinks_and_grows_with_new_epochs(daemon: Daemon) -> None:
     rows = daemon.ask("versions", job=None)["versions"]
     assert [(row["epoch"], row["ranks"]) for row in rows] == [(3, 4), (2, 2)]
     assert len(daemon.segments()) == 6
+
+
+def test_rank_may_be_a_step_ahead_of_another(daemon: Daemon) -> None:
+    with WeightWriter("grpo", 0, 2, daemon.socket) as first, WeightWriter("grpo", 1, 2, daemon.socket) as second:
+        first.register({"a": torch.zeros(3)})
+        second.register({"b": torch.zeros(3)})
+        ahead = [first.publish(5), first.publish(6)]
+        behind = [second.publish(5), second.publish(6)]
+        for publication in (*ahead, *behind):
+            publication.committed(timeout=5)
+
+
+@pytest.mark.parametrize("back_first", [0, 1])
+def test_part_sealed_by_a_dead_trainer_does_not_join_its_successor(
+    daemon: Daemon, reader: WorkerWeightsReader, back_first: int
+) -> None:
+    def trainer(value: float) -> list[WeightWriter]:
+        made = {}
+        for rank in (back_first, 1 - back_first):
+            made[rank] = WeightWriter("grpo", rank, 2, daemon.socket)
+            made[rank].register({f"w{rank}": torch.full((3,), value)})
+        return [made[0], made[1]]
+
+    first, second = trainer(1.0)
+    first.publish(1)
+    second.publish(1).committed()
+    first.publish(2)  # sealed by rank 0 alone; then the whole trainer is gone
+    first.close()
+    second.close()
+    first, second = trainer(50.0)
+    with first, second:
+        publication = second.publish(2)
+        with pytest.raises(DeadlineExceeded, match="rank 0 to seal step 2"):
+            publication.committed(timeout=0.1)
+        first.publish(2).committed()
+        held = {"w0": torch.zeros(3), "w1": torch.zeros(3)}
+        reader.register(held)
+        assert reader.update().step == 2
+        assert [tensor.tolist() for tensor in held.values()] == [[50.0] * 3] * 2
