@@ -75,7 +75,7 @@ class Update:
         Raises:
             ManifestMismatch: a part that is not registered, of another box or dtype, or that was written before.
         """
-        self._writer._copy_parts(shards, self._parts, self._mapping, self.publication)
+        self._writer._copy_parts(shards, self._parts, self._mapping, self.publication, Deadline(self._timeout))
 
     def __enter__(self) -> Update:
         return self

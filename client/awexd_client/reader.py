@@ -136,9 +136,14 @@ class WorkerWeightsReader(Endpoint):
         holding.check_disjoint()
         deadline = Deadline(timeout)
         with self._turn(deadline):
-            # Other tensors: what the former ones held is not true of these.
-            self._state, self._version, self._updates = "empty", None, None
-            self._surviving(lambda deadline: self._register(holding, deadline), deadline)
+            before = (self._holding_, self._state, self._version, self._updates)
+            # Other tensors: what the former ones held is not true of these, and a reconnection must not register those.
+            self._holding_, self._state, self._version, self._updates = None, "empty", None, None
+            try:
+                self._surviving(lambda deadline: self._register(holding, deadline), deadline)
+            except BaseException:
+                self._holding_, self._state, self._version, self._updates = before
+                raise
             self._holding_ = holding
 
     def prefetch(self, step: int | None = None) -> None:

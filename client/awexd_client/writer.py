@@ -293,10 +293,15 @@ class WeightWriter(Endpoint):
             )
 
     def _copy_parts(
-        self, target: object, parts: dict[tuple[str, Box], int], mapping: Mapping, publication: Publication
+        self,
+        target: object,
+        parts: dict[tuple[str, Box], int],
+        mapping: Mapping,
+        publication: Publication,
+        deadline: Deadline,
     ) -> None:
         """Copies parts; ``parts`` has those of this update already written, and gets these."""
-        with self._lock:
+        with self._turn(deadline):
             self._check_open(publication, mapping)
             new: dict[tuple[str, Box], int] = {}
             rows: dict[int, list[Row]] = {}

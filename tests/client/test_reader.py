@@ -363,3 +363,21 @@ def test_segments_replaced_while_others_are_opened_block_nothing(
     monkeypatch.setattr(reader, "_open_segments", open_late)
     assert reader.update(step=2, timeout=10).step == 2
     assert torch.equal(held["a"], torch.full((6, 2), 2.0))
+
+
+def test_other_tensors_may_be_registered_after_a_restart_that_the_former_do_not_fit(
+    daemon: Daemon, writer: WeightWriter, reader: WorkerWeightsReader
+) -> None:
+    writer.register({"w": torch.ones(4)})
+    writer.publish(1)
+    reader.register({"w": torch.zeros(4)})
+    reader.update()
+    writer.close()
+    daemon.restart()
+    with WeightWriter("grpo", 0, 1, daemon.socket, epoch="new") as larger:
+        larger.register({"w": torch.ones(8)})
+        larger.publish(1).committed()
+        held = {"w": torch.zeros(8)}
+        reader.register(held)
+        assert reader.update().epoch == 2
+        assert torch.equal(held["w"], torch.ones(8))
