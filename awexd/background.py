@@ -1,4 +1,4 @@
-"""Work beside the requests: threads for blocking calls, one timer, and wake-ups of those who wait for a job."""
+"""Work beside the requests: threads for blocking calls, timers, and wake-ups of those who wait for a job."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ class Background:
         self._group = group
         self._loop = asyncio.get_running_loop()
         self._threads: set[asyncio.Task[None]] = set()
-        self._timer: asyncio.TimerHandle | None = None
-        self._due: float | None = None
+        self._timers: dict[str, tuple[float, asyncio.TimerHandle]] = {}
         self._later: dict[Callable[[], None], asyncio.TimerHandle] = {}
 
     def task(self, work: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
@@ -60,20 +59,20 @@ class Background:
         if self._threads:
             await asyncio.wait(list(self._threads))
 
-    def at(self, due: float | None, callback: Callable[[], None]) -> None:
-        """The one timer: calls back at ``due`` (monotonic seconds), replacing what was asked before."""
-        if due == self._due:
-            return
-        if self._timer:
-            self._timer.cancel()
-        self._due, self._timer = due, None
+    def at(self, name: str, due: float | None, callback: Callable[[], None]) -> None:
+        """The timer of that name: calls back at ``due`` (monotonic seconds), replacing what was asked before."""
+        known = self._timers.get(name)
+        if known is not None:
+            if known[0] == due:
+                return
+            self._timers.pop(name)[1].cancel()
         if due is not None:
 
             def fire() -> None:
-                self._due = self._timer = None
+                self._timers.pop(name, None)
                 callback()
 
-            self._timer = self._loop.call_later(max(0.0, due - time.monotonic()), fire)
+            self._timers[name] = due, self._loop.call_later(max(0.0, due - time.monotonic()), fire)
 
     def later(self, seconds: float, callback: Callable[[], None]) -> None:
         def fire() -> None:
@@ -84,7 +83,9 @@ class Background:
 
     def stop_timers(self) -> None:
         """Ends the timers; those of ``later`` are called now, so that nothing put off is lost."""
-        self.at(None, lambda: None)
+        for _, timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
         for fire, handle in list(self._later.items()):
             handle.cancel()
             fire()

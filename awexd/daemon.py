@@ -25,7 +25,7 @@ from awexd.config import Settings
 from awexd.journal import Journal
 from awexd.listener import listening
 from awexd.memory import Memory
-from awexd.protocol import Message, check_hello, error_reply, hello, parse_request
+from awexd.protocol import MAX_FDS, Message, check_hello, error_reply, hello, parse_request
 from awexd.report import Report
 from awexd.service import Call, Reply, Service, invalid_request
 from awexd.store import Store
@@ -37,8 +37,9 @@ HELLO_SECONDS = 10.0
 EXIT_GRACE_SECONDS = 0.2
 """How long a closed connection's process is given to be seen dead: sockets close a moment before a process ends."""
 MAX_OPEN_REQUESTS = 256
+MAX_DROPS = MAX_FDS
+"""Segments to unmap that one reply names: the client gives them back in one request."""
 ACCEPT_RETRY_SECONDS = 0.5
-IDLE_CHECK_SECONDS = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ async def _main(settings: Settings, environ: MutableMapping[str, str], received:
             background = Background(group)
             daemon = Daemon(settings, memory, journal, background)
             await daemon.adopt()
-            serving = [group.create_task(daemon.accept(listener)), group.create_task(daemon.watch_idle())]
+            serving = [group.create_task(daemon.accept(listener))]
             if interval is not None:
                 serving.append(group.create_task(keep_watchdog(notifier, interval)))
             notifier.ready(daemon.summary())
@@ -131,6 +132,7 @@ class Daemon:
         jobs = await asyncio.to_thread(self._journal.load)
         manifests = await self._service.shelf.load()
         await asyncio.to_thread(adopt, self._store, self._memory, jobs, manifests, time.monotonic())
+        self._service.settle()
 
     def summary(self) -> str:
         """One line for systemd's status and the log."""
@@ -152,11 +154,6 @@ class Daemon:
                 self._sessions[task] = channel
                 task.add_done_callback(lambda done: self._sessions.pop(done, None))
 
-    async def watch_idle(self) -> None:
-        while True:
-            await asyncio.sleep(IDLE_CHECK_SECONDS)
-            self._service.drop_idle_jobs()
-
     async def stop(self) -> None:
         """Tells every client, ends its session, and unlinks what no version needs."""
         for channel in self._sessions.values():
@@ -173,7 +170,7 @@ class Daemon:
 
     async def _session(self, channel: Channel) -> None:
         peer = channel.peer
-        session = Session(next(self._session_ids), peer.pid, peer.uid, peer.gid)
+        session = Session(next(self._session_ids), peer.pid, peer.uid)
         said_goodbye = asyncio.Event()
         try:
             await self._greet(channel, session)
@@ -243,15 +240,12 @@ class Daemon:
                 return
             call = Call(session, channel.peer, arguments, fds, loop.time() + seconds)
             reply = await self._answer(operation, call)
-            body: Message = {"id": request_id, "ok": reply.result}
-            if session.to_drop:
-                body["drop"] = sorted(session.to_drop)
-            channel.send(body, reply.fds)
+            channel.send(_with_drops({"id": request_id, "ok": reply.result}, session), reply.fds)
         except AwexdError as error:
             named = invalid_request(error) if named is None else named
             if named is None or (isinstance(error, ProtocolError) and said_goodbye.is_set()):
                 raise
-            channel.send(error_reply(named, error))
+            channel.send(_with_drops(error_reply(named, error), session))
         finally:
             _close(fds)
 
@@ -263,6 +257,12 @@ class Daemon:
         except Exception as error:
             _log.exception("%s failed for process %d", operation, call.peer.pid)
             raise AwexdError(f"{operation} failed inside the daemon: {type(error).__name__}; see its log") from error
+
+
+def _with_drops(reply: Message, session: Session) -> Message:
+    if session.to_drop:
+        reply["drop"] = sorted(session.to_drop)[:MAX_DROPS]
+    return reply
 
 
 def _close(fds: list[int]) -> None:

@@ -54,6 +54,12 @@ def _lock(lock_path: str, path: str) -> Iterator[None]:
     while True:
         try:
             fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except FileNotFoundError as error:
+            folder = os.path.dirname(path)
+            raise InvalidArgument(
+                f"socket {path}: there is no folder {folder} (No such file or directory); make it, or name another "
+                "place with --socket or AWEXD_SOCKET"
+            ) from error
         except OSError as error:
             raise InvalidArgument(f"socket {path}: {lock_path}: {error.strerror}") from error
         try:

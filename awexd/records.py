@@ -29,7 +29,10 @@ class Records:
         self._epochs: dict[str, int] = {}
 
     async def save(self, job: Job) -> None:
-        """Returns once the record is on disk."""
+        """Returns once the record is on disk. Goes on if its caller goes away: a later save must not overtake it."""
+        await asyncio.shield(self._background.task(self._save(job)))
+
+    async def _save(self, job: Job) -> None:
         turn = self._turns.setdefault(job.name, asyncio.Lock())
         async with turn:
             if self._jobs.get(job.name) is job:
@@ -56,7 +59,7 @@ class Records:
 
     async def _save_or_log(self, job: Job) -> None:
         try:
-            await self.save(job)
+            await self._save(job)
         except AwexdError as error:
             _log.error("the last step of job %s is not on disk: %s", job.name, error)
 

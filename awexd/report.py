@@ -9,6 +9,7 @@ from typing import Any
 from awexd import __version__, access
 from awexd.service import Call, Reply, Service
 from awexd.store.model import Engine, Job, SegmentState
+from awexd_transports.errors import VersionUnavailable
 
 
 class Report:
@@ -44,6 +45,8 @@ class Report:
         name = access.qualify(wanted, call.peer) if wanted else None
         if name:
             access.check_read(name, self._service.store.jobs.get(name), call.peer)
+            if name not in self._service.store.jobs:
+                raise VersionUnavailable(f"no job {name} here")
         jobs = [job for job in self._visible(call) if name in (None, job.name)]
         rows = [
             {

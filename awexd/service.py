@@ -18,7 +18,7 @@ from awexd.config import Settings
 from awexd.journal import Journal
 from awexd.memory import Memory
 from awexd.records import Records
-from awexd.shelf import Shelf, digests_of
+from awexd.shelf import Shelf
 from awexd.store import Segment, Store, Version, Wait
 from awexd.store.model import Job, SegmentState
 from awexd.store.store import Session
@@ -65,7 +65,7 @@ class Service:
         self.settings = settings
         self.store = store
         self.memory = memory
-        self.shelf = Shelf(journal, lambda: {digest for job in store.jobs.values() for digest in digests_of(job)})
+        self.shelf = Shelf(journal, background, store.jobs)
         self._records = Records(journal, background, store.jobs)
         self._background = background
         self._signals = Signals()
@@ -123,15 +123,25 @@ class Service:
         for name in store.touched:
             self._signals.fire(name)
         store.touched.clear()
-        self._background.at(store.next_expiry(), self._expire)
+        self._background.at("leases", store.next_expiry(), self._expire)
+        self._background.at("idle jobs", self._next_idle(), self._drop_idle_jobs)
 
     def end_session(self, session: Session, *, unmapped: bool, why: str) -> None:
+        if session.writer:
+            _log.info("job %s: writer rank %d left: %s", session.writer[0], session.writer[1].rank, why)
+        elif session.worker:
+            name, worker = session.worker
+            _log.info("job %s: engine %s rank %d left: %s", name, worker.engine, worker.rank, why)
         self.store.end_session(session.id, unmapped=unmapped, why=why, now=time.monotonic())
         self.settle()
         if self.shelf.heavy:
             self._background.task(self.shelf.prune())
 
-    def drop_idle_jobs(self) -> None:
+    def _next_idle(self) -> float | None:
+        idle = [job.idle_since for job in self.store.jobs.values() if job.idle_since is not None]
+        return min(idle) + self.settings.job_ttl if idle else None
+
+    def _drop_idle_jobs(self) -> None:
         """Ends jobs that nobody has used for the time that the settings give them."""
         for job in self.store.idle_jobs(time.monotonic(), self.settings.job_ttl):
             _log.info("job %s was idle for %g s; closed", job.name, self.settings.job_ttl)
@@ -161,6 +171,8 @@ class Service:
             self.settle()
             _log.info("job %s: epoch %d opened with %d ranks", name, job.epoch, job.world_size)
         await self._records.save_epoch(job)
+        peer, rank, size = call.peer, arguments["rank"], arguments["world_size"]
+        _log.info("job %s: writer rank %d of %d registered (process %d, uid %d)", name, rank, size, peer.pid, peer.uid)
         complete = not isinstance(self.store.ready(call.session), Wait)
         pending = self.store.is_pending(call.session)
         return Reply({"job": name, "epoch": job.epoch, "pending": pending, "complete": complete})
@@ -254,6 +266,8 @@ class Service:
             version=tuple(arguments["version"]) if arguments["version"] else None,
             updates=arguments["updates"],
         )
+        peer, rank, size = call.peer, arguments["rank"], arguments["world_size"]
+        _log.info("job %s: engine %s rank %d of %d registered (process %d)", name, engine, rank, size, peer.pid)
         return Reply({"job": name, "epoch": job.epoch, "updates": self.store.worker_of(call.session)[1].round})
 
     async def _read_siblings(self, call: Call) -> Reply:
@@ -348,12 +362,15 @@ class Service:
         return Reply({"uids": sorted(job.uids), "gids": sorted(job.gids)})
 
     async def _drop(self, call: Call) -> Reply:
-        job = self._controlled(call)
-        return await self._withdraw(job, self.store.drop(job, call.arguments["step"]))
+        job: Job = self._controlled(call)
+        reply = await self._withdraw(job, self.store.drop(job, call.arguments["step"]), call.peer.uid)
+        if call.arguments["step"] is None and job.idle_since is not None and self.store.jobs.get(job.name) is job:
+            self._close(job)  # nobody is in it, and nothing is left of it
+        return reply
 
     async def _rollback(self, call: Call) -> Reply:
         job = self._controlled(call)
-        return await self._withdraw(job, self.store.rollback(job, call.arguments["step"]))
+        return await self._withdraw(job, self.store.rollback(job, call.arguments["step"]), call.peer.uid)
 
     async def _gc(self, call: Call) -> Reply:
         if not call.peer.admin:
@@ -384,7 +401,7 @@ class Service:
             raise VersionUnavailable(f"no job {name} here; jobs: {', '.join(sorted(self.store.jobs)) or 'none'}")
         return job
 
-    async def _withdraw(self, job: Job, versions: list[Version]) -> Reply:
+    async def _withdraw(self, job: Job, versions: list[Version], uid: int) -> Reply:
         # Headers first, then the record: a daemon killed in between must find neither versions nor free steps.
         for version in versions:
             for segment_id in version.segments:
@@ -393,6 +410,7 @@ class Service:
         self.settle()
         await self._records.save(job)
         await self._background.threads_done()
+        _log.info("job %s: %d versions withdrawn by uid %d", job.name, len(versions), uid)
         return Reply({"withdrawn": [list(v.key) for v in versions], "held": [list(v.key) for v in job.held()]})
 
     def _close(self, job: Job) -> None:
@@ -423,6 +441,14 @@ class Service:
                 raise DeadlineExceeded(f"waited {waited:.2f} s for {outcome.reason}", {"waited": waited}) from None
 
     def _expire(self) -> None:
+        for lease in self.store.leases.values():
+            session = self.store.sessions.get(lease.session)
+            if lease.expires <= time.monotonic() and session and session.worker:
+                worker = session.worker[1]
+                _log.warning(
+                    "job %s: the lease of engine %s rank %d (process %d) on epoch %d step %d has run out",
+                    *(lease.job, worker.engine, worker.rank, session.pid, *lease.key),
+                )
         self.store.expire(time.monotonic())
         self.settle()
 

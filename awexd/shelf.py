@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
+from awexd.background import Background
 from awexd.journal import Journal
 from awexd.manifests import bundle, read_manifest
 from awexd.store.model import Job
@@ -16,11 +17,12 @@ UNUSED_BYTES = 8 << 20
 
 
 class Shelf:
-    """Bodies by digest. ``used`` gives the digests that the store names."""
+    """Bodies by digest; those that ``jobs`` name are in use."""
 
-    def __init__(self, journal: Journal, used: Callable[[], set[str]]) -> None:
+    def __init__(self, journal: Journal, background: Background, jobs: Mapping[str, Job]) -> None:
         self._journal = journal
-        self._used = used
+        self._background = background
+        self._jobs = jobs
         self._bodies: dict[str, bytes] = {}
         self._arriving: Counter[str] = Counter()
         self._disk = asyncio.Lock()
@@ -48,6 +50,10 @@ class Shelf:
             ProtocolError: not a sealed memfd of those bytes.
         """
         body = await asyncio.to_thread(read_manifest, fd, digest)
+        # Goes on if its caller goes away: nothing may be pruned while it writes.
+        await asyncio.shield(self._background.task(self._keep(digest, body)))
+
+    async def _keep(self, digest: str, body: bytes) -> None:
         async with self._disk:
             await asyncio.to_thread(self._journal.save_manifest, digest, body)
             self._bodies[digest] = body
@@ -55,6 +61,9 @@ class Shelf:
     def bundle(self, digests: Iterable[str]) -> tuple[list[list[str | int]], int]:
         """Their bodies in one memfd; see :func:`awexd.manifests.bundle`."""
         return bundle(digests, self._bodies)
+
+    def _used(self) -> set[str]:
+        return {digest for job in self._jobs.values() for digest in digests_of(job)}
 
     @property
     def heavy(self) -> bool:

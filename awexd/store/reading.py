@@ -81,11 +81,17 @@ def choose(job: Job, worker: Worker, step: int | None, stage: bool) -> Wait | Ve
     if worker.round not in engine.rounds and any(number > worker.round for number in engine.rounds):
         worker.round = _round_to_join(engine, worker.rank)
     current = None if stage else engine.rounds.get(worker.round)
+    skips = current is not None and step is not None and step > current.key[1] and worker.state == "dirty"
+    if skips and current is not None and not current.active - {worker.rank}:
+        # Its update to this version failed, and it goes on to a later one by number, with no sibling in the middle.
+        current.confirmed.add(worker.rank)
+        worker.round += 1
+        current = engine.rounds.get(worker.round)
     if current is not None:
         return _of_round(job, engine, worker, current, step)
     if step is None:
         held = job.held()
-        return held[0] if held else Wait(f"{job.name}: its first committed version")
+        return held[0] if held else Wait(f"{job.name}: its first committed version ({_trainer(job)})")
     epochs = (job.epoch, worker.epoch)
     found = next((version for version in job.held() if version.key[1] == step and version.key[0] in epochs), None)
     if found is not None:
@@ -106,7 +112,8 @@ def newest_since(job: Job, worker: Worker, step: int) -> Wait | VersionKey:
     if held and held[0].key[0] in (worker.epoch, job.epoch) and held[0].key[1] >= step:
         return held[0].key
     _check_epoch(job, worker)
-    return Wait(f"{job.name}: a version of step {step} or later in epoch {job.epoch}; {job.describe_held()}")
+    missing = job.describe_held() if held else _trainer(job)
+    return Wait(f"{job.name}: a version of step {step} or later ({missing})")
 
 
 def open_round(engine: Engine, worker: Worker, key: VersionKey) -> list[str]:
@@ -199,6 +206,16 @@ def _round_to_join(engine: Engine, rank: int) -> int:
     if open_rounds:
         return max(open_rounds)
     return max((worker.round for worker in engine.workers.values()), default=0)
+
+
+def _trainer(job: Job) -> str:
+    """What the trainer lacks for a version, as far as it is known."""
+    if not job.epoch and not job.pending:
+        return "no trainer has registered under this name; another user's job is OWNER/NAME"
+    absent = [rank for rank in range(job.world_size) if rank not in job.writers]
+    if absent:
+        return f"{describe_ranks(absent)} of {job.world_size} not registered"
+    return f"all {job.world_size} ranks are registered, nothing is committed"
 
 
 def _check_epoch(job: Job, worker: Worker) -> None:

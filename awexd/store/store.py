@@ -47,7 +47,6 @@ class Session:
     id: str
     pid: int
     uid: int
-    gid: int
     writer: tuple[str, Writer] | None = None
     worker: tuple[str, Worker] | None = None
     ending: bool = False
@@ -535,8 +534,8 @@ class Store:
             self.to_clear.append(segment)
         segment.state, segment.digest, segment.checksums = SegmentState.FREE, "", False
         writer = job.writers.get(segment.rank)
-        misfit = writer is not None and writer.reserved != "" and writer.nbytes != segment.nbytes
-        if segment.unsafe or misfit or segment.rank >= job.world_size:
+        useless = writer is None or (writer.reserved != "" and writer.nbytes != segment.nbytes)
+        if segment.unsafe or useless or segment.rank >= job.world_size:
             self._unlink(job, segment)
 
     def _unlink(self, job: Job, segment: Segment) -> None:

@@ -82,13 +82,22 @@ def ready(job: Job, writer: Writer) -> Wait | str:
     """The digest of all ranks' manifests, once the epoch is open and every rank has registered."""
     if job.pending and job.pending.writers.get(writer.rank) is writer:
         absent = describe_ranks(job.pending.absent)
-        return Wait(f"{job.name}: {absent} of the new epoch's {job.pending.world_size} to register")
+        return Wait(f"{job.name}: {absent} of the new epoch's {job.pending.world_size} to register{_hint(job)}")
     _check_current(job, writer)
     digests = present(job)
     absent_ranks = [rank for rank in range(job.world_size) if rank not in digests]
     if absent_ranks:
-        return Wait(f"{job.name}: {describe_ranks(absent_ranks)} of {job.world_size} to register in epoch {job.epoch}")
+        absent = describe_ranks(absent_ranks)
+        return Wait(f"{job.name}: {absent} of {job.world_size} to register in epoch {job.epoch}{_hint(job)}")
     return digest_of(digests[rank] for rank in range(job.world_size))
+
+
+def _hint(job: Job) -> str:
+    """Where some ranks ask for a new epoch and others do not, both sides would wait for ever without knowing why."""
+    if not job.pending or not job.writers:
+        return ""
+    new, old = describe_ranks(job.pending.writers), describe_ranks(job.writers)
+    return f' ({new} asked for a new epoch, {old} did not: all ranks or none pass epoch="new")'
 
 
 def present(job: Job) -> dict[int, str]:

@@ -1,14 +1,17 @@
 """The same names, awaitable, for engines and controllers that run an event loop.
 
-Each call runs in a thread of its object's own pool, so the loop never waits; copies leave the GIL alone. A cancelled
-await stops waiting at once; the call itself ends at its deadline, or when the object is closed.
+``writer = await aio.WeightWriter(job=..., ...)`` or ``async with aio.WeightWriter(...) as writer``; then every call
+that can wait is awaited. Each runs in a thread of its object's own pool, so the loop never waits; copies leave the GIL
+alone. A cancelled await returns at once. A cancelled ``update`` touches nothing any more, unless it is copying already:
+then it completes, and ``version`` says so.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, ParamSpec, Self, TypeVar
 
@@ -17,12 +20,46 @@ from awexd_client import publication as _publication
 from awexd_client import reader as _reader
 from awexd_client import writer as _writer
 from awexd_client.adapters.base import Adapter
-from awexd_client.endpoint import DEFAULT_TIMEOUT
+from awexd_client.endpoint import DEFAULT_TIMEOUT, Endpoint
 from awexd_client.holding import Casts
 from awexd_client.reader import Staged, State, UpdateResult
+from awexd_transports.errors import (
+    AccessDenied,
+    AwexdError,
+    BudgetExceeded,
+    DaemonUnavailable,
+    DeadlineExceeded,
+    EpochChanged,
+    IntegrityError,
+    InvalidArgument,
+    ManifestMismatch,
+    ProtocolError,
+    VersionConflict,
+    VersionUnavailable,
+)
 from awexd_transports.layout import Shard
 
-__all__ = ["Publication", "Shard", "Update", "UpdateResult", "WeightReader", "WeightWriter", "WorkerWeightsReader"]
+__all__ = [
+    "AccessDenied",
+    "AwexdError",
+    "BudgetExceeded",
+    "DaemonUnavailable",
+    "DeadlineExceeded",
+    "EpochChanged",
+    "IntegrityError",
+    "InvalidArgument",
+    "ManifestMismatch",
+    "ProtocolError",
+    "Publication",
+    "Shard",
+    "Update",
+    "UpdateResult",
+    "VersionConflict",
+    "VersionUnavailable",
+    "WeightReader",
+    "WeightWriter",
+    "WorkerWeightsReader",
+]
 
 THREADS = 32
 """Calls of one object that may wait at the same time."""
@@ -30,25 +67,22 @@ THREADS = 32
 P = ParamSpec("P")
 R = TypeVar("R")
 B = TypeVar("B")
+E = TypeVar("E", bound=Endpoint)
 
 
-class _Awaitable(Generic[B]):
-    """Runs a blocking object's methods in threads."""
+async def _in(pool: ThreadPoolExecutor, method: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    return await asyncio.get_running_loop().run_in_executor(pool, functools.partial(method, *args, **kwargs))
+
+
+class _Part(Generic[B]):
+    """Runs the methods of something that a writer has given."""
 
     def __init__(self, blocking: B, pool: ThreadPoolExecutor) -> None:
         self._blocking = blocking
         self._pool = pool
 
-    async def _run(self, method: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        call = functools.partial(method, *args, **kwargs)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, call)
 
-
-def _pool(name: str) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(THREADS, thread_name_prefix=f"awexd-{name}")
-
-
-class Publication(_Awaitable[_publication.Publication]):
+class Publication(_Part[_publication.Publication]):
     """See :class:`awexd_client.Publication`."""
 
     @property
@@ -64,13 +98,13 @@ class Publication(_Awaitable[_publication.Publication]):
         return self._blocking.nbytes
 
     async def captured(self, timeout: float = DEFAULT_TIMEOUT) -> None:
-        await self._run(self._blocking.captured, timeout)
+        await _in(self._pool, self._blocking.captured, timeout)
 
     async def committed(self, timeout: float = DEFAULT_TIMEOUT) -> None:
-        await self._run(self._blocking.committed, timeout)
+        await _in(self._pool, self._blocking.committed, timeout)
 
 
-class Update(_Awaitable[_publication.Update]):
+class Update(_Part[_publication.Update]):
     """See :class:`awexd_client.Update`; ``async with await writer.begin(step) as update: await update.write(part)``."""
 
     @property
@@ -78,23 +112,51 @@ class Update(_Awaitable[_publication.Update]):
         return Publication(self._blocking.publication, self._pool)
 
     async def write(self, shards: object) -> None:
-        await self._run(self._blocking.write, shards)
+        await _in(self._pool, self._blocking.write, shards)
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exception: Any) -> None:
-        await self._run(self._blocking.__exit__, *exception)
+        await _in(self._pool, self._blocking.__exit__, *exception)
 
 
-class WeightWriter(_Awaitable[_writer.WeightWriter]):
-    """See :class:`awexd_client.WeightWriter`; made with ``await WeightWriter.connect(...)``, of the same arguments."""
+class _Client(Generic[E]):
+    """A blocking client, made when this is awaited or entered, and its pool of threads."""
 
-    @classmethod
-    async def connect(cls, *args: Any, **kwargs: Any) -> Self:
-        pool = _pool("writer")
-        make = functools.partial(_writer.WeightWriter, *args, **kwargs)
-        return cls(await asyncio.get_running_loop().run_in_executor(pool, make), pool)
+    def __init__(self, make: Callable[[], E]) -> None:
+        self._make = make
+        self._made: E | None = None
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="awexd-aio")
+
+    @property
+    def _blocking(self) -> E:
+        if self._made is None:
+            raise InvalidArgument(f"await the {type(self).__name__} first, or enter it with `async with`")
+        return self._made
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        return self.__aenter__().__await__()
+
+    async def __aenter__(self) -> Self:
+        if self._made is None:
+            self._made = await _in(self._pool, self._make)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        if self._made is not None:
+            await asyncio.to_thread(self._made.close)
+        self._pool.shutdown(wait=False)
+
+
+class WeightWriter(_Client[_writer.WeightWriter]):
+    """See :class:`awexd_client.WeightWriter`; takes the same arguments."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(functools.partial(_writer.WeightWriter, *args, **kwargs))
 
     @property
     def epoch(self) -> int | None:
@@ -108,39 +170,28 @@ class WeightWriter(_Awaitable[_writer.WeightWriter]):
         dtype: Casts = None,
         timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
-        await self._run(self._blocking.register, target, adapter, dtype=dtype, timeout=timeout)
+        await _in(self._pool, self._blocking.register, target, adapter, dtype=dtype, timeout=timeout)
 
     async def begin(self, step: int, timeout: float = DEFAULT_TIMEOUT) -> Update:
-        return Update(await self._run(self._blocking.begin, step, timeout), self._pool)
+        return Update(await _in(self._pool, self._blocking.begin, step, timeout), self._pool)
 
     async def publish(self, step: int, timeout: float = DEFAULT_TIMEOUT) -> Publication:
-        return Publication(await self._run(self._blocking.publish, step, timeout), self._pool)
+        return Publication(await _in(self._pool, self._blocking.publish, step, timeout), self._pool)
 
-    async def grant(self, uids: tuple[int, ...] = (), gids: tuple[int, ...] = ()) -> None:
-        await self._run(self._blocking.grant, uids, gids)
+    async def grant(
+        self, uids: tuple[int, ...] = (), gids: tuple[int, ...] = (), timeout: float = DEFAULT_TIMEOUT
+    ) -> None:
+        await _in(self._pool, self._blocking.grant, uids, gids, timeout)
 
     async def close_job(self, timeout: float = DEFAULT_TIMEOUT) -> None:
-        await self._run(self._blocking.close_job, timeout)
-
-    async def close(self) -> None:
-        await asyncio.to_thread(self._blocking.close)
-        self._pool.shutdown(wait=False)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
+        await _in(self._pool, self._blocking.close_job, timeout)
 
 
-class WorkerWeightsReader(_Awaitable[_reader.WorkerWeightsReader]):
-    """See :class:`awexd_client.WorkerWeightsReader`; made with ``await WorkerWeightsReader.connect(...)``."""
+class WorkerWeightsReader(_Client[_reader.WorkerWeightsReader]):
+    """See :class:`awexd_client.WorkerWeightsReader`; takes the same arguments."""
 
-    @classmethod
-    async def connect(cls, *args: Any, **kwargs: Any) -> Self:
-        pool = _pool("reader")
-        make = functools.partial(_reader.WorkerWeightsReader, *args, **kwargs)
-        return cls(await asyncio.get_running_loop().run_in_executor(pool, make), pool)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(functools.partial(_reader.WorkerWeightsReader, *args, **kwargs))
 
     @property
     def state(self) -> State:
@@ -153,43 +204,39 @@ class WorkerWeightsReader(_Awaitable[_reader.WorkerWeightsReader]):
     async def register(
         self, target: object, adapter: str | Adapter | None = None, timeout: float = DEFAULT_TIMEOUT
     ) -> None:
-        await self._run(self._blocking.register, target, adapter, timeout)
+        await _in(self._pool, self._blocking.register, target, adapter, timeout)
 
     def prefetch(self, step: int | None = None) -> None:
         """Returns at once, as the blocking one does."""
         self._blocking.prefetch(step)
 
     async def update(self, step: int | None = None, timeout: float = DEFAULT_TIMEOUT) -> UpdateResult:
-        return await self._run(self._blocking.update, step, timeout)
+        given_up = threading.Event()
+        try:
+            return await _in(self._pool, self._blocking._update_unless, given_up, step, timeout)
+        except asyncio.CancelledError:
+            given_up.set()
+            raise
 
     async def wait(self, step: int, timeout: float = DEFAULT_TIMEOUT) -> tuple[int, int]:
-        return await self._run(self._blocking.wait, step, timeout)
+        return await _in(self._pool, self._blocking.wait, step, timeout)
 
     async def stage(self, step: int | None = None, timeout: float = DEFAULT_TIMEOUT) -> Staged:
-        return await self._run(self._blocking.stage, step, timeout)
+        return await _in(self._pool, self._blocking.stage, step, timeout)
 
     async def apply(self, staged: Staged, timeout: float = DEFAULT_TIMEOUT) -> UpdateResult:
-        return await self._run(self._blocking.apply, staged, timeout)
+        return await _in(self._pool, self._blocking.apply, staged, timeout)
 
     async def release(self, staged: Staged) -> None:
-        await self._run(self._blocking.release, staged)
-
-    async def close(self) -> None:
-        await asyncio.to_thread(self._blocking.close)
-        self._pool.shutdown(wait=False)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
+        await _in(self._pool, self._blocking.release, staged)
 
 
 class WeightReader:
-    """See :class:`awexd_client.WeightReader`; its workers are those of this module."""
+    """See :class:`awexd_client.WeightReader`; its workers are those of this module, connected."""
 
     def __init__(self, job: str, engine: str, workers: list[WorkerWeightsReader]) -> None:
         self._reader = _instance.WeightReader(job, engine, [worker._blocking for worker in workers])
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="awexd-aio")
 
     @property
     def state(self) -> str:
@@ -200,10 +247,11 @@ class WeightReader:
         return self._reader.version
 
     async def update(self, step: int | None = None, timeout: float = DEFAULT_TIMEOUT) -> UpdateResult:
-        return await asyncio.to_thread(self._reader.update, step, timeout)
+        return await _in(self._pool, self._reader.update, step, timeout)
 
     async def close(self) -> None:
         await asyncio.to_thread(self._reader.close)
+        self._pool.shutdown(wait=False)
 
     async def __aenter__(self) -> Self:
         return self

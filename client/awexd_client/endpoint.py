@@ -14,15 +14,13 @@ from typing import Any, Self, TypeVar
 
 from awexd.manifests import sealed_memfd, unbundle
 from awexd.protocol import MAX_DEADLINE_MS, MAX_WORLD_SIZE
-from awexd_client.mappings import Mappings
+from awexd_client.mappings import Mapping, Mappings
 from awexd_client.session import Connection, socket_path
 from awexd_transports.errors import AwexdError, DaemonUnavailable, DeadlineExceeded, InvalidArgument
 from awexd_transports.layout import Manifest
 
 DEFAULT_TIMEOUT = 60.0
 """Seconds; the default of every call that can wait."""
-RECONNECT_SECONDS = 5.0
-"""How long a call that finds the daemon gone tries to reach the next one."""
 TELL_SECONDS = 1.0
 _RETRY_SECONDS = 0.05
 _log = logging.getLogger(__name__)
@@ -52,6 +50,7 @@ class Endpoint(ABC):
         transport: str,
         verify: str,
         writable: bool,
+        timeout: float,
     ) -> None:
         check_whole("world_size", world_size, 1, MAX_WORLD_SIZE)
         check_whole("rank", rank, 0, world_size - 1)
@@ -68,7 +67,7 @@ class Endpoint(ABC):
         self._closed = False
         self._forked = False
         self._manifests: dict[str, Manifest] = {}
-        self._connection = Connection(self._path)
+        self._connection = Connection(self._path, Deadline(timeout).seconds)
         _endpoints.add(self)
 
     def close(self) -> None:
@@ -80,7 +79,8 @@ class Endpoint(ABC):
             return
         if not self._lock.acquire(blocking=False):
             self._connection.close()  # wakes a call that waits; a copy that runs ends first
-            self._lock.acquire()
+            if not self._lock.acquire(timeout=DEFAULT_TIMEOUT):
+                return  # it still copies: its mappings end with the process
         try:
             self._forget_tables(None)
             self._maps.close()
@@ -132,14 +132,22 @@ class Endpoint(ABC):
         self, operation: str, arguments: dict[str, Any], timeout: float, fds: Sequence[int] = ()
     ) -> tuple[dict[str, Any], list[int]]:
         self._check_usable()
-        answer = self._connection.call(operation, arguments, timeout=timeout, fds=fds)
+        try:
+            return self._connection.call(operation, arguments, timeout=timeout, fds=fds)
+        finally:
+            self._unmap_dropped(operation)
+
+    def _unmap_dropped(self, operation: str) -> None:
+        """Gives back mappings of segments that the daemon has replaced; only then is their memory free."""
         # Not while another thread may copy through these mappings, nor while one is being made: the next call will do.
         if self._connection.dropped and operation != "segment.open" and self._lock.acquire(blocking=False):
             try:
-                self._unmap(timeout)
+                ids = self._connection.take_dropped()
+                self._forget_tables(ids)
+                self._maps.discard(ids)
+                self._tell("segment.closed", ids=ids)
             finally:
                 self._lock.release()
-        return answer
 
     def _ask(self, operation: str, timeout: float, **arguments: Any) -> dict[str, Any]:
         """A call whose answer has no descriptors."""
@@ -172,15 +180,12 @@ class Endpoint(ABC):
                 os.close(fd)
         return result
 
-    def _open_segments(self, ids: Sequence[str]) -> list[int]:
-        return self._call("segment.open", {"ids": list(ids)}, DEFAULT_TIMEOUT)[1]
+    def _open_segments(self, ids: Sequence[str], deadline: Deadline) -> list[int]:
+        return self._call("segment.open", {"ids": list(ids)}, deadline.left())[1]
 
-    def _unmap(self, timeout: float) -> None:
-        """Gives back mappings of segments that the daemon has replaced; only then is their memory free."""
-        ids = self._connection.take_dropped()
-        self._forget_tables(ids)
-        self._maps.discard(ids)
-        self._connection.call("segment.closed", {"ids": ids}, timeout=timeout)
+    def _map(self, wanted: Sequence[tuple[str, int]], deadline: Deadline) -> list[Mapping]:
+        """Mappings of these segments, given as (id, bytes of the object)."""
+        return self._maps.get(wanted, lambda ids: self._open_segments(ids, deadline))
 
     def _surviving(self, action: Callable[[Deadline], T], deadline: Deadline) -> T:
         """Runs ``action``; where the daemon goes away, again on a connection to the next one."""
@@ -202,14 +207,13 @@ class Endpoint(ABC):
         self._connection.close()
         self._forget_tables(None)
         self._maps.close()
-        patience = Deadline(min(deadline.left(), RECONNECT_SECONDS))
         while True:
-            self._connection = _connect_again(self._path, patience.left())
+            self._connection = _connect_again(self._path, deadline.left())
             try:
                 self._register_again(deadline.left())
             except BaseException as error:
                 self._connection.close()  # half a client would be refused for ever: the next call connects anew
-                if not isinstance(error, DaemonUnavailable) or patience.left() <= 0:
+                if not isinstance(error, DaemonUnavailable) or deadline.left() <= 0:
                     raise
             else:
                 return
@@ -259,7 +263,7 @@ def _check_choice(name: str, value: str, known: Sequence[str], available: Sequen
     if value not in known:
         raise InvalidArgument(f"{name}={value!r}; known: {', '.join(known)}")
     if value not in available:
-        raise InvalidArgument(f"{name}={value!r} is not available on this host; available: {', '.join(available)}")
+        raise InvalidArgument(f"{name}={value!r} is not in this version yet; available: {', '.join(available)}")
 
 
 def failed(error: BaseException) -> str:

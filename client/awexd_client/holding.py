@@ -111,7 +111,9 @@ def _wire_dtypes(shards: list[Shard], casts: Casts) -> list[str]:
     used: set[str] = set()
     wire = []
     for shard, dtype in zip(shards, own, strict=True):
-        rule = next((pattern for pattern in rules if fnmatch.fnmatchcase(shard.name, pattern)), None)
+        # A pattern means floating-point tensors; whoever means another names it exactly.
+        fits = (pattern for pattern in rules if fnmatch.fnmatchcase(shard.name, pattern))
+        rule = next((pattern for pattern in fits if dtype in _FLOATING or pattern == shard.name), None)
         used.update([rule] if rule else [])
         wire.append(rules[rule] if rule else dtype)
     unused = rules.keys() - used

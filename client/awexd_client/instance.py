@@ -86,17 +86,22 @@ class WeightReader:
         """
         while True:
             staged = self._each(lambda worker, _: worker.stage(step, deadline.left()), [None] * len(self._workers))
-            failure = next((item for item in staged if isinstance(item, BaseException)), None)
             versions = sorted({(item.epoch, item.step) for item in staged if not isinstance(item, BaseException)})
+            failure = next((item for item in staged if isinstance(item, BaseException)), None)
             if failure is None and len(versions) == 1:
                 return staged
             if failure is None and deadline.left() <= 0:
                 failure = DeadlineExceeded(f"{self.engine}: its workers are at different versions: {versions}")
-            for worker, item in zip(self._workers, staged, strict=True):
-                if failure is None and (item.epoch, item.step) == versions[0]:
-                    worker.apply(item, deadline.left())
-                elif not isinstance(item, BaseException):
+            behind = [failure is None and (item.epoch, item.step) == versions[0] for item in staged]
+            for worker, item, late in zip(self._workers, staged, behind, strict=True):
+                if not late and not isinstance(item, BaseException):
                     worker.release(item)
+            if failure is None:
+                caught_up = self._each(
+                    lambda worker, item: worker.apply(item, deadline.left()) if item else None,
+                    [item if late else None for item, late in zip(staged, behind, strict=True)],
+                )
+                failure = next((outcome for outcome in caught_up if isinstance(outcome, BaseException)), None)
             if failure is not None:
                 raise self._told(failure)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from awexd.protocol import MAX_STEP
+from awexd.protocol import MAX_KEEP, MAX_STEP
 from awexd_client.adapters.base import Adapter
 from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline, Endpoint, check_whole
 from awexd_client.holding import Holding
@@ -21,6 +21,7 @@ from awexd_transports.copy import CopyTable
 from awexd_transports.errors import (
     AwexdError,
     DaemonUnavailable,
+    DeadlineExceeded,
     EpochChanged,
     IntegrityError,
     InvalidArgument,
@@ -33,7 +34,7 @@ from awexd_transports.plan import plan, unexpected
 
 State = Literal["empty", "ready", "dirty"]
 
-TABLES_KEPT = 8
+TABLES_KEPT = 2 * (MAX_KEEP + 1)
 _log = logging.getLogger(__name__)
 
 
@@ -83,6 +84,8 @@ class WorkerWeightsReader(Endpoint):
         mode, transport: ``"auto"``, ``"host"`` and ``"auto"``, ``"shm"`` are available without GPUs.
         verify: ``"checksum"``: compare what is held with its writer's checksums (where there are any), and what
             arrived with what is held.
+        keep: versions that this node holds of a job whose trainer is elsewhere; here the trainer's own ``keep`` counts.
+        timeout: seconds for the daemon's greeting.
 
     Raises:
         DaemonUnavailable, AccessDenied, InvalidArgument
@@ -99,8 +102,21 @@ class WorkerWeightsReader(Endpoint):
         mode: str = "auto",
         transport: str = "auto",
         verify: str = "off",
+        keep: int = 2,
+        timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
-        super().__init__(job, rank, world_size, socket, mode=mode, transport=transport, verify=verify, writable=False)
+        check_whole("keep", keep, 1, MAX_KEEP)
+        super().__init__(
+            job,
+            rank,
+            world_size,
+            socket,
+            mode=mode,
+            transport=transport,
+            verify=verify,
+            writable=False,
+            timeout=timeout,
+        )
         self.engine = engine
         self._state: State = "empty"
         self._version: tuple[int, int] | None = None
@@ -108,6 +124,7 @@ class WorkerWeightsReader(Endpoint):
         self._holding_: Holding | None = None
         self._sources: OrderedDict[str, Sources] = OrderedDict()
         self._checked: set[str] = set()
+        self._warned = False
         self._tables: OrderedDict[tuple[str, ...], Tables] = OrderedDict()
         self._prefetching: threading.Thread | None = None
 
@@ -169,10 +186,14 @@ class WorkerWeightsReader(Endpoint):
             IntegrityError: bytes are not what their writer wrote.
             DeadlineExceeded: names what was waited for.
         """
+        return self._update_unless(threading.Event(), step, timeout)
+
+    def _update_unless(self, given_up: threading.Event, step: int | None, timeout: float) -> UpdateResult:
+        """``update``, which touches nothing any more once its caller has given up."""
         resolved: list[int] = []
         deadline = Deadline(timeout)
         with self._turn(deadline):
-            return self._surviving(lambda deadline: self._update(step, resolved, deadline), deadline)
+            return self._surviving(lambda deadline: self._update(step, resolved, given_up, deadline), deadline)
 
     def wait(self, step: int, timeout: float = DEFAULT_TIMEOUT) -> tuple[int, int]:
         """Returns the newest version's (epoch, step) once it is at least ``step``; told, not polled.
@@ -243,7 +264,9 @@ class WorkerWeightsReader(Endpoint):
         if self._holding_ is not None:
             self._register(self._holding_, Deadline(timeout))
 
-    def _update(self, step: int | None, resolved: list[int], deadline: Deadline) -> UpdateResult:
+    def _update(
+        self, step: int | None, resolved: list[int], given_up: threading.Event, deadline: Deadline
+    ) -> UpdateResult:
         """``resolved``: what an earlier try of this call was given, by a daemon that is gone; siblings may have it."""
         try:
             staged = self._stage(resolved[-1] if resolved else step, deadline)
@@ -252,6 +275,9 @@ class WorkerWeightsReader(Endpoint):
                 raise
             staged = self._stage(step, deadline)
         resolved.append(staged.step)
+        if given_up.is_set():
+            self._release(staged.lease)
+            raise DeadlineExceeded(f"{self.job}: the caller gave this update up before it touched anything")
         return self._apply(staged, deadline)
 
     def _stage(self, step: int | None, deadline: Deadline) -> Staged:
@@ -314,14 +340,22 @@ class WorkerWeightsReader(Endpoint):
         sources = self._sources_of(answer["set"], deadline)
         segments = answer["segments"]
         wanted = [(segments[rank][0], segments[rank][1]) for rank in sources.ranks]
-        mapped = dict(zip(sources.ranks, self._maps.get(wanted, self._open_segments), strict=True))
+        mapped = dict(zip(sources.ranks, self._map(wanted, deadline), strict=True))
         if self.verify_mode == "checksum":
             check_pieces(sources, mapped, [summed for _, _, summed in segments])
+            if not self._warned and not all(segments[rank][2] for rank in sources.ranks):
+                self._warned = True
+                _log.warning(
+                    '%s is published without checksums: pass verify="checksum" to its WeightWriter too; '
+                    "until then only the copy is checked, not what is held",
+                    self.job,
+                )
         key = (answer["set"], *(segment_id for segment_id, _, _ in segments))
         if key not in self._tables:
             self._tables[key] = build(self._holding, sources, mapped)
             while len(self._tables) > TABLES_KEPT:
                 self._tables.popitem(last=False)
+        self._tables.move_to_end(key)
         self._tables[key].check()
         return self._tables[key].copies, tuple(mapped.values())
 

@@ -19,6 +19,7 @@ from awexd_client.publication import Publication, Update
 from awexd_transports.copy import CopyTable, Row, View
 from awexd_transports.errors import (
     DaemonUnavailable,
+    EpochChanged,
     InvalidArgument,
     ManifestMismatch,
     VersionConflict,
@@ -44,6 +45,7 @@ class WeightWriter(Endpoint):
         mode, transport: ``"auto"``, ``"host"`` and ``"auto"``, ``"shm"`` are available without GPUs.
         verify: ``"checksum"`` stores a checksum of every tensor, which readers with the same setting check.
         keep: versions that stay held.
+        timeout: seconds for the daemon's greeting.
 
     Raises:
         DaemonUnavailable, AccessDenied, InvalidArgument
@@ -61,11 +63,14 @@ class WeightWriter(Endpoint):
         transport: str = "auto",
         verify: str = "off",
         keep: int = 2,
+        timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
         if epoch not in ("continue", "new"):
             raise InvalidArgument(f'epoch must be "continue" or "new", not {epoch!r}')
         check_whole("keep", keep, 1, MAX_KEEP)
-        super().__init__(job, rank, world_size, socket, mode=mode, transport=transport, verify=verify, writable=True)
+        super().__init__(
+            job, rank, world_size, socket, mode=mode, transport=transport, verify=verify, writable=True, timeout=timeout
+        )
         self.keep = keep
         self._epoch: str | int = epoch
         self._casts: Casts = None
@@ -131,9 +136,10 @@ class WeightWriter(Endpoint):
             ManifestMismatch: the registered tensors are no longer what they were.
         """
         deadline = Deadline(timeout)
+        sent: list[Publication] = []
         with self._turn(deadline):
             for _ in range(_RETRIES):
-                publication = self._surviving(lambda deadline: self._publish(step, deadline), deadline)
+                publication = self._surviving(lambda deadline: self._publish(step, sent, deadline), deadline)
                 if publication is not None:
                     return publication
             raise DaemonUnavailable(f"step {step} was lost {_RETRIES} times to restarts of the daemon")
@@ -215,7 +221,7 @@ class WeightWriter(Endpoint):
 
     def _begin(self, step: int, deadline: Deadline) -> tuple[Publication, Mapping]:
         check_whole("step", step, 0, MAX_STEP)
-        self._refresh(deadline)
+        self._refresh()
         while True:
             if self._segment_ is None:
                 self._prepare(deadline)
@@ -231,13 +237,14 @@ class WeightWriter(Endpoint):
         publication.epoch, publication._attempt = answer["epoch"], answer["attempt"]
         try:
             wanted = [(answer["segment"], HEADER_BYTES + segment.nbytes)]
-            (mapping,) = self._maps.get(wanted, self._open_segments)
+            (mapping,) = self._map(wanted, deadline)
+            self._refresh()  # the wait for a slot may have been long
         except BaseException as error:
             self._abort(publication, failed(error))
             raise
         return publication, mapping
 
-    def _refresh(self, deadline: Deadline) -> None:
+    def _refresh(self) -> None:
         """Looks the target up again where its tensors were rebound or moved: stale memory must never be published."""
         holding = self._holding
         if not holding.watch.changed():
@@ -252,14 +259,25 @@ class WeightWriter(Endpoint):
         if self._segment_ is not None:
             self._segment_.tables.clear()
 
-    def _publish(self, step: int, deadline: Deadline) -> Publication | None:
-        """None: the attempt was lost with its daemon; the caller tries again."""
+    def _publish(self, step: int, sent: list[Publication], deadline: Deadline) -> Publication | None:
+        """None: the attempt was lost with its daemon; the caller tries again.
+
+        ``sent`` has what earlier tries of this call asked to seal: if the answer was lost, the version may be there.
+        """
+        while sent:
+            try:
+                self._ask_to_seal(sent[-1], deadline)
+            except (VersionConflict, EpochChanged):
+                sent.pop()
+            else:
+                return sent[-1]
         publication, mapping = self._begin(step, deadline)
         try:
             started = time.monotonic()
             table = self._table(mapping)
             table.run()
             publication.nbytes, publication.copy_seconds = table.nbytes, time.monotonic() - started
+            sent.append(publication)
             self._seal(publication, mapping, deadline)
         except VersionConflict as error:
             if error.details.get("retry") and deadline.left() > 0:
@@ -343,15 +361,17 @@ class WeightWriter(Endpoint):
         return entry.piece
 
     def _seal(self, publication: Publication, mapping: Mapping, deadline: Deadline) -> None:
-        checksums = self.verify_mode == "checksum"
-        if checksums:
+        if self.verify_mode == "checksum":
             segment = self._segment
             mapping.write(checksums_at(segment.manifest), piece_checksums(segment.manifest, mapping))
+        self._ask_to_seal(publication, deadline)
+
+    def _ask_to_seal(self, publication: Publication, deadline: Deadline) -> None:
         arguments = {
             "epoch": publication.epoch,
             "step": publication.step,
             "attempt": publication._attempt,
-            "checksums": checksums,
+            "checksums": self.verify_mode == "checksum",
         }
         # The reply may be lost with the daemon: asked again, the next one knows whether the version was committed.
         answer = self._surviving(lambda deadline: self._ask("write.seal", deadline.left(), **arguments), deadline)

@@ -35,7 +35,7 @@ class World:
 
     def session(self) -> Session:
         number = next(self._numbers)
-        session = Session(f"s{number}", 1000 + number, 0, 0)
+        session = Session(f"s{number}", 1000 + number, 0)
         self.store.open_session(session)
         return session
 

@@ -395,7 +395,7 @@ def test_session_may_not_write_two_ranks() -> None:
 
 def test_call_without_registration_is_refused() -> None:
     store = Store()
-    session = Session("s", 1, 0, 0)
+    session = Session("s", 1, 0)
     store.open_session(session)
     with pytest.raises(InvalidArgument, match="no registered writer"):
         store.ready(session)

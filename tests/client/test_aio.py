@@ -14,16 +14,14 @@ from tests.daemons import Daemon
 
 
 def test_both_modules_have_the_same_names() -> None:
-    blocking = {name for name in awexd_client.__all__ if not issubclass(getattr(awexd_client, name), Exception)}
-    assert set(aio.__all__) == blocking
-    assert awexd_client.__all__ == sorted(awexd_client.__all__)
+    assert aio.__all__ == awexd_client.__all__ == sorted(awexd_client.__all__)
 
 
 async def test_version_goes_from_writer_to_every_worker(daemon: Daemon) -> None:
     weights, held = {"a": torch.arange(6.0)}, [{"a": torch.zeros(6)} for _ in range(2)]
-    async with await aio.WeightWriter.connect("j", 0, 1, daemon.socket) as writer:
+    async with aio.WeightWriter("j", 0, 1, daemon.socket) as writer:
         await writer.register(weights)
-        workers = [await aio.WorkerWeightsReader.connect("j", "e", rank, 2, daemon.socket) for rank in range(2)]
+        workers = [await aio.WorkerWeightsReader("j", "e", rank, 2, daemon.socket) for rank in range(2)]
         for worker, tensors in zip(workers, held, strict=True):
             await worker.register(tensors)
         publication = await writer.publish(1)
@@ -41,7 +39,7 @@ async def test_version_goes_from_writer_to_every_worker(daemon: Daemon) -> None:
 
 async def test_long_form_seals_or_aborts(daemon: Daemon) -> None:
     weights = {"a": torch.ones(2), "b": torch.ones(3)}
-    async with await aio.WeightWriter.connect("j", 0, 1, daemon.socket) as writer:
+    async with aio.WeightWriter("j", 0, 1, daemon.socket) as writer:
         await writer.register(weights)
         async with await writer.begin(1) as update:
             await update.write({"a": weights["a"]})
@@ -58,8 +56,8 @@ async def test_long_form_seals_or_aborts(daemon: Daemon) -> None:
 async def test_loop_runs_on_while_a_call_waits_and_a_cancelled_wait_blocks_nothing(daemon: Daemon) -> None:
     held = {"a": torch.zeros(4)}
     async with (
-        await aio.WeightWriter.connect("j", 0, 1, daemon.socket) as writer,
-        await aio.WorkerWeightsReader.connect("j", "e", 0, 1, daemon.socket) as reader,
+        aio.WeightWriter("j", 0, 1, daemon.socket) as writer,
+        aio.WorkerWeightsReader("j", "e", 0, 1, daemon.socket) as reader,
     ):
         await writer.register({"a": torch.ones(4)})
         await reader.register(held)
@@ -78,8 +76,31 @@ async def test_loop_runs_on_while_a_call_waits_and_a_cancelled_wait_blocks_nothi
         await writer.close_job()
 
 
-async def test_use_after_close_is_refused(daemon: Daemon) -> None:
-    writer = await aio.WeightWriter.connect("j", 0, 1, daemon.socket)
+async def test_cancelled_update_touches_nothing_later(daemon: Daemon) -> None:
+    held = {"a": torch.zeros(4)}
+    async with (
+        aio.WeightWriter("j", 0, 1, daemon.socket) as writer,
+        aio.WorkerWeightsReader("j", "e", 0, 1, daemon.socket) as reader,
+    ):
+        await writer.register({"a": torch.ones(4)})
+        await reader.register(held)
+        waiting = asyncio.create_task(reader.update(step=2))
+        await asyncio.sleep(0)  # it has been handed to its thread
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await writer.publish(1)
+        await writer.publish(2)
+        assert (await reader.stage()).step == 2  # the cancelled one has had its turn
+        assert (reader.state, held["a"].tolist()) == ("empty", [0.0] * 4)
+        await writer.close_job()
+
+
+async def test_use_before_it_is_awaited_and_after_close_is_refused(daemon: Daemon) -> None:
+    writer = aio.WeightWriter("j", 0, 1, daemon.socket)
+    with pytest.raises(InvalidArgument, match="await the WeightWriter first"):
+        await writer.publish(1)
+    await writer
     await writer.close()
     with pytest.raises((InvalidArgument, RuntimeError)):
         await writer.publish(1)

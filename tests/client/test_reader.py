@@ -17,6 +17,7 @@ from awexd_client import (
     WeightWriter,
     WorkerWeightsReader,
 )
+from awexd_client.endpoint import Deadline
 from tests.client.samples import weights
 from tests.daemons import Daemon
 
@@ -355,10 +356,10 @@ def test_segments_replaced_while_others_are_opened_block_nothing(
     writer.publish(2)
     opened = reader._open_segments
 
-    def open_late(ids: Sequence[str]) -> list[int]:
+    def open_late(ids: Sequence[str], deadline: Deadline) -> list[int]:
         # The trainer's slots change between the two answers: the second one names segments to unmap.
         writer.register({**weights(3), "c": torch.zeros(100_000)})
-        return opened(ids)
+        return opened(ids, deadline)
 
     monkeypatch.setattr(reader, "_open_segments", open_late)
     assert reader.update(step=2, timeout=10).step == 2
