@@ -151,12 +151,16 @@ class Worker:
 
 @dataclass(slots=True)
 class Round:
-    """The n-th update of every worker of an engine: one version for all of them."""
+    """The n-th update of every worker of an engine: one version for all of them.
+
+    ``active``: ranks in the middle of it. ``failed``: ranks that have tried and given up.
+    """
 
     key: VersionKey
     holds: list[str] = field(default_factory=list)
     confirmed: set[int] = field(default_factory=set)
     active: set[int] = field(default_factory=set)
+    failed: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)

@@ -81,8 +81,7 @@ def choose(job: Job, worker: Worker, step: int | None, stage: bool) -> Wait | Ve
     if worker.round not in engine.rounds and any(number > worker.round for number in engine.rounds):
         worker.round = _round_to_join(engine, worker.rank)
     current = None if stage else engine.rounds.get(worker.round)
-    skips = current is not None and step is not None and step > current.key[1] and worker.state == "dirty"
-    if skips and current is not None and not current.active - {worker.rank}:
+    if current is not None and _may_skip(current, worker.rank, step):
         # Its update to this version failed, and it goes on to a later one by number, with no sibling in the middle.
         current.confirmed.add(worker.rank)
         worker.round += 1
@@ -144,6 +143,7 @@ def give_up(engine: Engine, worker: Worker) -> list[str]:
     if current is None:
         return []
     current.active.discard(worker.rank)
+    current.failed.add(worker.rank)
     return _drop_unused(engine)
 
 
@@ -206,6 +206,11 @@ def _round_to_join(engine: Engine, rank: int) -> int:
     if open_rounds:
         return max(open_rounds)
     return max((worker.round for worker in engine.workers.values()), default=0)
+
+
+def _may_skip(current: Round, rank: int, step: int | None) -> bool:
+    later = step is not None and step > current.key[1]
+    return later and rank in current.failed and not current.active - {rank}
 
 
 def _trainer(job: Job) -> str:

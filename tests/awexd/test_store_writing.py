@@ -414,3 +414,14 @@ def test_idle_job_is_named_after_its_time_and_not_while_it_is_used() -> None:
     assert world.store.idle_jobs(world.now, 100) == []
     world.advance(1)
     assert world.store.idle_jobs(world.now, 100) == [world.job]
+
+
+def test_dropping_what_an_ended_trainer_left_gives_its_memory_back() -> None:
+    world = World()
+    (trainer,) = trainers(world, 1)
+    trainer.publish(1)
+    trainer.end()
+    assert world.held() == [(1, 1)]
+    world.store.drop(world.job, None)
+    world.drain()
+    assert world.job.segments == {}

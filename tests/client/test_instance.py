@@ -140,3 +140,18 @@ def test_case_13_retry_after_newer_versions_converges(
         if instance.version == (1, 3):
             break
     assert (instance.state, instance.version) == ("ready", (1, 3))
+
+
+def test_case_13_retry_at_a_later_step_by_number_converges(
+    instance: WeightReader, workers: list[Failing], writer: WeightWriter
+) -> None:
+    instance.update()
+    workers[1].fails_at = "apply"
+    writer.publish(2)
+    with pytest.raises(AwexdError) as caught:
+        instance.update(step=2)
+    assert [worker["version"] for worker in caught.value.details["workers"]] == [(1, 2), (1, 1), (1, 2)]
+    workers[1].fails_at = ""
+    writer.publish(3)
+    assert instance.update(step=3).step == 3
+    assert (instance.state, instance.version) == ("ready", (1, 3))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from awexd_client import (
+    AwexdError,
     DeadlineExceeded,
     InvalidArgument,
     ManifestMismatch,
@@ -382,3 +384,18 @@ def test_other_tensors_may_be_registered_after_a_restart_that_the_former_do_not_
         reader.register(held)
         assert reader.update().epoch == 2
         assert torch.equal(held["w"], torch.ones(8))
+
+
+def test_case_21_memory_of_a_closed_job_is_unmapped_by_a_call_that_fails(
+    writer: WeightWriter, reader: WorkerWeightsReader
+) -> None:
+    writer.register(weights(1))
+    writer.publish(1)
+    reader.register(weights(0))
+    reader.update()
+    writer.close_job()
+    writer.close()
+    assert "awexd-" in Path("/proc/self/maps").read_text()
+    with pytest.raises(AwexdError):
+        reader.update(timeout=1)
+    assert "awexd-" not in Path("/proc/self/maps").read_text()
