@@ -22,6 +22,7 @@ from awexd.background import Background
 from awexd.budget import Budget
 from awexd.channel import Channel
 from awexd.config import Settings
+from awexd.control import Control
 from awexd.journal import Journal
 from awexd.listener import listening
 from awexd.memory import Memory
@@ -29,7 +30,7 @@ from awexd.protocol import MAX_FDS, Message, check_hello, error_reply, hello, pa
 from awexd.report import Report
 from awexd.service import Call, Reply, Service, invalid_request
 from awexd.store import Store
-from awexd.store.store import Session
+from awexd.store.ledger import Session
 from awexd.systemd import Notifier, inherited_socket, keep_watchdog, watchdog_interval
 from awexd_transports.errors import AccessDenied, AwexdError, ProtocolError
 
@@ -126,6 +127,7 @@ class Daemon:
         self._session_ids = (f"s{n}" for n in itertools.count(1))
         self._sessions: dict[asyncio.Task[None], Channel] = {}
         Report(self._service)
+        Control(self._service)
 
     async def adopt(self) -> None:
         """Finds committed versions of the daemon before; returns when they are checked and can be served."""

@@ -19,9 +19,9 @@ from awexd.journal import Journal
 from awexd.memory import Memory
 from awexd.records import Records
 from awexd.shelf import Shelf
-from awexd.store import Segment, Store, Version, Wait
+from awexd.store import Segment, Store, Wait
+from awexd.store.ledger import Session
 from awexd.store.model import Job, SegmentState
-from awexd.store.store import Session
 from awexd.store.writing import Begun, Shortfall
 from awexd_transports.errors import (
     AccessDenied,
@@ -29,7 +29,6 @@ from awexd_transports.errors import (
     DeadlineExceeded,
     InvalidArgument,
     ProtocolError,
-    VersionUnavailable,
 )
 from awexd_transports.layout import digest_of
 from awexd_transports.segment import HEADER_BYTES
@@ -66,8 +65,8 @@ class Service:
         self.store = store
         self.memory = memory
         self.shelf = Shelf(journal, background, store.jobs)
-        self._records = Records(journal, background, store.jobs)
-        self._background = background
+        self.records = Records(journal, background, store.jobs)
+        self.background = background
         self._signals = Signals()
         self._allocator = Allocator(store, memory, background, self.settle)
         self._operations: dict[str, Callable[[Call], Awaitable[Reply]]] = {
@@ -87,15 +86,10 @@ class Service:
             "read.wait": self._read_wait,
             "segment.open": self._segment_open,
             "segment.closed": self._segment_closed,
-            "job.close": self._job_close,
-            "job.grant": self._job_grant,
-            "drop": self._drop,
-            "rollback": self._rollback,
-            "gc": self._gc,
         }
 
     def add(self, operations: dict[str, Callable[[Call], Awaitable[Reply]]]) -> None:
-        """Adds operations that only look (see :mod:`awexd.report`)."""
+        """Adds operations that others carry out (see :mod:`awexd.report` and :mod:`awexd.control`)."""
         self._operations.update(operations)
 
     async def answer(self, operation: str, call: Call) -> Reply:
@@ -118,13 +112,13 @@ class Service:
             self.memory.clear(segment.id)
         store.to_clear.clear()
         for segment in store.to_unlink:
-            self._background.thread(self.memory.unlink, segment.id)
+            self.background.thread(self.memory.unlink, segment.id)
         store.to_unlink.clear()
         for name in store.touched:
             self._signals.fire(name)
         store.touched.clear()
-        self._background.at("leases", store.next_expiry(), self._expire)
-        self._background.at("idle jobs", self._next_idle(), self._drop_idle_jobs)
+        self.background.at("leases", store.next_expiry(), self._expire)
+        self.background.at("idle jobs", self._next_idle(), self._drop_idle_jobs)
 
     def end_session(self, session: Session, *, unmapped: bool, why: str) -> None:
         if session.writer:
@@ -135,7 +129,7 @@ class Service:
         self.store.end_session(session.id, unmapped=unmapped, why=why, now=time.monotonic())
         self.settle()
         if self.shelf.heavy:
-            self._background.task(self.shelf.prune())
+            self.background.task(self.shelf.prune())
 
     def _next_idle(self) -> float | None:
         idle = [job.idle_since for job in self.store.jobs.values() if job.idle_since is not None]
@@ -145,7 +139,7 @@ class Service:
         """Ends jobs that nobody has used for the time that the settings give them."""
         for job in self.store.idle_jobs(time.monotonic(), self.settings.job_ttl):
             _log.info("job %s was idle for %g s; closed", job.name, self.settings.job_ttl)
-            self._close(job)
+            self.close_job(job)
         self.settle()
 
     # training processes
@@ -170,7 +164,7 @@ class Service:
         if opened:
             self.settle()
             _log.info("job %s: epoch %d opened with %d ranks", name, job.epoch, job.world_size)
-        await self._records.save_epoch(job)
+        await self.records.save_epoch(job)
         peer, rank, size = call.peer, arguments["rank"], arguments["world_size"]
         _log.info("job %s: writer rank %d of %d registered (process %d, uid %d)", name, rank, size, peer.pid, peer.uid)
         complete = not isinstance(self.store.ready(call.session), Wait)
@@ -218,7 +212,7 @@ class Service:
             self.memory.seal(segment.id, self._header(job, segment, epoch, step, attempt, checksums))
             version = self.store.seal(call.session, step, checksums)
             if version:
-                self._records.save_soon(job)
+                self.records.save_soon(job)
                 _log.debug("job %s: %s committed", job.name, version)
         return Reply({"committed": self.store.committed(call.session, epoch, step, attempt) is None})
 
@@ -342,46 +336,6 @@ class Service:
                 return job.segments[segment_id], False
         raise AccessDenied(f"segment {segment_id}: neither written nor leased by this session")
 
-    # jobs and commands
-
-    async def _job_close(self, call: Call) -> Reply:
-        job = self._controlled(call, missing_ok=True)
-        if job is not None:
-            self._close(job)
-            self.settle()
-            await self._background.threads_done()  # answered when the memory is gone
-        return Reply({"closed": job is not None})
-
-    async def _job_grant(self, call: Call) -> Reply:
-        name = access.qualify(call.arguments["job"], call.peer)
-        access.check_write(name, call.peer)
-        job = self.store.job_for(name, call.peer.uid, time.monotonic())
-        job.uids.update(call.arguments["uids"])
-        job.gids.update(call.arguments["gids"])
-        await self._records.save(job)
-        return Reply({"uids": sorted(job.uids), "gids": sorted(job.gids)})
-
-    async def _drop(self, call: Call) -> Reply:
-        job: Job = self._controlled(call)
-        reply = await self._withdraw(job, self.store.drop(job, call.arguments["step"]), call.peer.uid)
-        if call.arguments["step"] is None and job.idle_since is not None and self.store.jobs.get(job.name) is job:
-            self._close(job)  # nobody is in it, and nothing is left of it
-        return reply
-
-    async def _rollback(self, call: Call) -> Reply:
-        job = self._controlled(call)
-        return await self._withdraw(job, self.store.rollback(job, call.arguments["step"]), call.peer.uid)
-
-    async def _gc(self, call: Call) -> Reply:
-        if not call.peer.admin:
-            raise AccessDenied("only root and the daemon's own user may collect garbage")
-        before = self.memory.total_nbytes
-        self.store.collect()
-        self.settle()
-        await self._background.threads_done()
-        await self.shelf.prune()
-        return Reply({"freed_bytes": before - self.memory.total_nbytes})
-
     # internals
 
     async def _place(self, call: Call, name: str, rank: int, engine: str | None = None) -> Job:
@@ -393,29 +347,9 @@ class Service:
 
         return await self._until(call, name, look)
 
-    def _controlled(self, call: Call, *, missing_ok: bool = False) -> Any:
-        name = access.qualify(call.arguments["job"], call.peer)
-        access.check_control(name, call.peer)
-        job = self.store.jobs.get(name)
-        if job is None and not missing_ok:
-            raise VersionUnavailable(f"no job {name} here; jobs: {', '.join(sorted(self.store.jobs)) or 'none'}")
-        return job
-
-    async def _withdraw(self, job: Job, versions: list[Version], uid: int) -> Reply:
-        # Headers first, then the record: a daemon killed in between must find neither versions nor free steps.
-        for version in versions:
-            for segment_id in version.segments:
-                if segment_id in job.segments:
-                    self.memory.clear(segment_id)
-        self.settle()
-        await self._records.save(job)
-        await self._background.threads_done()
-        _log.info("job %s: %d versions withdrawn by uid %d", job.name, len(versions), uid)
-        return Reply({"withdrawn": [list(v.key) for v in versions], "held": [list(v.key) for v in job.held()]})
-
-    def _close(self, job: Job) -> None:
+    def close_job(self, job: Job) -> None:
         self.store.close_job(job)
-        self._background.task(self._records.forget(job))
+        self.background.task(self.records.forget(job))
 
     async def _intern(self, call: Call) -> None:
         if len(call.fds) != 1:

@@ -8,12 +8,11 @@ waiters must look again); the daemon drains them after each call. A method that 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from awexd.store import reading, writing
+from awexd.store.ledger import Ledger, Session
 from awexd.store.model import (
     Job,
     Lease,
@@ -26,8 +25,7 @@ from awexd.store.model import (
     Writer,
 )
 from awexd.store.writing import Begun, Shortfall
-from awexd_transports.errors import AwexdError, InvalidArgument, VersionConflict, VersionUnavailable
-from awexd_transports.layout import digest_of
+from awexd_transports.errors import AwexdError, VersionConflict, VersionUnavailable
 
 
 class Resolved(NamedTuple):
@@ -37,35 +35,8 @@ class Resolved(NamedTuple):
     lease: Lease
 
 
-@dataclass(slots=True)
-class Session:
-    """One client's connection: what it registered, and what it was told to unmap.
-
-    ``ending``: the connection is gone; whether its process is too is being found out.
-    """
-
-    id: str
-    pid: int
-    uid: int
-    writer: tuple[str, Writer] | None = None
-    worker: tuple[str, Worker] | None = None
-    ending: bool = False
-    leases: set[str] = field(default_factory=set)
-    to_drop: set[str] = field(default_factory=set)
-
-
-class Store:
-    """The state machine. ``first_attempt``: a number that no earlier daemon has used, nor any above it."""
-
-    def __init__(self, first_attempt: int = 1) -> None:
-        self.jobs: dict[str, Job] = {}
-        self.sessions: dict[str, Session] = {}
-        self.leases: dict[str, Lease] = {}
-        self.to_unlink: list[Segment] = []
-        self.to_clear: list[Segment] = []
-        self.touched: set[str] = set()
-        self._next_attempt = first_attempt
-        self._ids = itertools.count(1)
+class Store(Ledger):
+    """The operations of writers, workers and commands on the ledger."""
 
     # sessions
 
@@ -408,35 +379,6 @@ class Store:
             job.high = max(job.high, version.key[1])
         self._settle(job)
 
-    # lookups
-
-    def writer_of(self, session: Session) -> tuple[Job, Writer]:
-        if session.writer is None:
-            raise InvalidArgument("this session has no registered writer (not registered, or its job was closed)")
-        return self.jobs[session.writer[0]], session.writer[1]
-
-    def worker_of(self, session: Session) -> tuple[Job, Worker]:
-        if session.worker is None:
-            raise InvalidArgument("this session has no registered reader (not registered, or its job was closed)")
-        return self.jobs[session.worker[0]], session.worker[1]
-
-    def current_set(self, job: Job) -> list[str] | None:
-        """Digests of the segment manifests that the next version will follow, if every rank has reserved."""
-        writers = [job.writers[rank] for rank in sorted(job.writers)]
-        if not writers or len(writers) != job.world_size or any(not w.segment_digest for w in writers):
-            return None
-        return [w.segment_digest for w in writers]
-
-    def find_set(self, job: Job, set_digest: str | None) -> list[str] | None:
-        """The manifests of that set; None: of the next version, or else of the newest."""
-        current = self.current_set(job)
-        candidates = [current] if current else []
-        candidates += [list(version.digests) for version in sorted(job.versions.values(), key=lambda v: v.key)[::-1]]
-        for digests in candidates:
-            if set_digest is None or digest_of(digests) == set_digest:
-                return digests
-        return None
-
     # internals
 
     def _check_role(
@@ -448,12 +390,6 @@ class Store:
             name, known = session.worker
             if (name, known.engine, known.rank) != (job.name, *(worker or ("", -1))):
                 raise VersionConflict(f"this session reads {name} as rank {known.rank} of {known.engine} already")
-
-    def _lease(self, job: Job, version: Version, session: str, expires: float, stage: bool = False) -> Lease:
-        lease = Lease(f"l{next(self._ids)}", job.name, version.key, session, expires, stage)
-        self.leases[lease.id] = lease
-        version.leases.add(lease.id)
-        return lease
 
     def _hold_round(self, job: Job, worker: Worker, version: Version, lease: Lease) -> None:
         engine = job.engines[worker.engine]
@@ -467,15 +403,6 @@ class Store:
         if previous is not None and previous is not version:
             current.holds.append(self._lease(job, previous, "", lease.expires).id)
 
-    def _withdrawn(self, job: Job) -> None:
-        """Rounds fixed to a withdrawn version hold it no longer; updates under way keep its memory, not its name."""
-        gone = (version.attempt for version in job.versions.values() if version.withdrawn)
-        job.withdrawn.extend(attempt for attempt in gone if attempt not in job.withdrawn)
-        for lease in list(self.leases.values()):
-            if lease.job == job.name and not lease.session and job.versions[lease.key].withdrawn:
-                self._end_leases([lease.id])
-        self._settle(job)
-
     def _give_up_round(self, lease: Lease) -> None:
         session = self.sessions.get(lease.session)
         if session is None or session.worker is None or lease.stage:
@@ -483,75 +410,10 @@ class Store:
         job, worker = self.worker_of(session)
         self._end_leases(reading.give_up(job.engines[worker.engine], worker))
 
-    def _dirty(self, job: Job, worker: Worker) -> None:
-        worker.state, worker.version = "dirty", None
-        self.touched.add(job.name)
-
-    def _end_leases(self, ids: Iterable[str]) -> None:
-        for lease_id in ids:
-            lease = self.leases.get(lease_id)
-            if lease is not None:
-                self._forget_lease(lease)
-
-    def _forget_lease(self, lease: Lease) -> None:
-        del self.leases[lease.id]
-        job = self.jobs[lease.job]
-        if lease.key in job.versions:
-            job.versions[lease.key].leases.discard(lease.id)
-        if lease.session in self.sessions:
-            self.sessions[lease.session].leases.discard(lease.id)
-        self._settle(job)
-
     def _abort_where(self, job: Job, writer: Writer, why: str) -> None:
         for step, attempt in list(job.attempts.items()):
             if writer.rank in attempt.segments:
                 writing.abort(job, step, why)
-
-    def _settle(self, job: Job) -> None:
-        """Retires versions beyond ``keep`` and frees what no lease holds."""
-        self.touched.add(job.name)
-        for version in job.held()[max(job.keep, 1) :]:
-            version.retired = True
-        for version in [v for v in job.versions.values() if v.leaving and not v.leases]:
-            del job.versions[version.key]
-            for segment_id in version.segments:
-                self._free(job, job.segments[segment_id])
-        for segment in list(job.segments.values()):
-            if segment.state is SegmentState.FREE:
-                self._free(job, segment)
-        self._trim(job)
-
-    def _trim(self, job: Job) -> None:
-        """A lowered ``keep`` needs fewer slots."""
-        for writer in job.writers.values():
-            fitting = [segment for segment in job.slots(writer.rank) if segment.nbytes == writer.nbytes]
-            free = [segment for segment in fitting if segment.state is SegmentState.FREE]
-            for segment in free[: max(0, len(fitting) - job.keep - 1)]:
-                self._unlink(job, segment)
-
-    def _free(self, job: Job, segment: Segment) -> None:
-        if segment.state is SegmentState.HELD:
-            self.to_clear.append(segment)
-        segment.state, segment.digest, segment.checksums = SegmentState.FREE, "", False
-        writer = job.writers.get(segment.rank)
-        useless = writer is None or (writer.reserved != "" and writer.nbytes != segment.nbytes)
-        if segment.unsafe or useless or segment.rank >= job.world_size:
-            self._unlink(job, segment)
-
-    def _unlink(self, job: Job, segment: Segment) -> None:
-        del job.segments[segment.id]
-        segment.state = SegmentState.FREE
-        for session_id in segment.users:
-            if session_id in self.sessions:
-                self.sessions[session_id].to_drop.add(segment.id)
-        self.to_unlink.append(segment)
-
-    def _jobs_of(self, session: Session) -> list[Job]:
-        names = {role[0] for role in (session.writer, session.worker) if role}
-        return [self.jobs[name] for name in names]
-
-    def _sessions_of(self, job: Job) -> bool:
-        return any(job in self._jobs_of(session) for session in self.sessions.values())
 
 
 def _open_slots(job: Job) -> list[tuple[int, int, str]]:

@@ -6,8 +6,8 @@ import itertools
 from dataclasses import dataclass, field
 
 from awexd.store import Segment, Store, Version, Wait
+from awexd.store.ledger import Session
 from awexd.store.model import Job, Lease, SegmentState
-from awexd.store.store import Session
 from awexd.store.writing import Begun, Shortfall
 
 JOB = "root/j"

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from awexd.store import Segment, Store, Version, Wait
+from awexd.store.ledger import Session
 from awexd.store.model import REMEMBERED_ATTEMPTS, Job, SegmentState
-from awexd.store.store import Session
 from awexd.store.writing import Shortfall
 from awexd_transports.errors import EpochChanged, InvalidArgument, VersionConflict
 from awexd_transports.layout import digest_of
