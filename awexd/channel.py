@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 
 from awexd.access import Peer
-from awexd.protocol import MAX_FDS, Decoder, Message, encode
+from awexd.protocol import MAX_FDS, Decoder, Message, close_descriptors, encode
 from awexd_transports.errors import ProtocolError
 
 RECEIVE_BYTES = 64 << 10
@@ -92,14 +92,14 @@ class Channel:
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Sends one message, or queues what the socket does not take now. Takes over ``fds`` and closes them."""
         if self._broken:
-            _close(fds)
+            close_descriptors(fds)
             return
         if fds:
             message["fds"] = len(fds)
         try:
             frame = memoryview(encode(message))
         except ProtocolError:
-            _close(fds)
+            close_descriptors(fds)
             raise
         self._outbox.append((frame, list(fds)))
         self._queued += len(frame)
@@ -118,7 +118,7 @@ class Channel:
             self._pidfd = None
         self._decoder.close()
         for _, fds in (*self._inbox, *self._outbox):
-            _close(fds)
+            close_descriptors(fds)
         self._inbox.clear()
         self._outbox.clear()
         self._sock.close()
@@ -132,12 +132,12 @@ class Channel:
             self._end(f"its connection failed: {error.strerror}")
             return
         if not data:
-            _close(fds)
+            close_descriptors(fds)
             self._end("its connection was closed")
             return
         try:
             if flags & socket.MSG_CTRUNC:
-                _close(fds)
+                close_descriptors(fds)
                 raise ProtocolError(f"more than {MAX_FDS} descriptors on one message")
             self._inbox.extend(self._decoder.feed(data, fds))
         except ProtocolError as error:
@@ -156,7 +156,7 @@ class Channel:
             except OSError as error:
                 self._end(f"its connection failed: {error.strerror}")
                 return
-            _close(fds)
+            close_descriptors(fds)
             self._queued -= sent
             if sent < len(frame):
                 self._outbox[0] = (frame[sent:], [])
@@ -199,8 +199,3 @@ def _pidfd(sock: socket.socket, pid: int) -> int | None:
         return os.pidfd_open(pid)
     except OSError:
         return None
-
-
-def _close(fds: Sequence[int]) -> None:
-    for fd in fds:
-        os.close(fd)

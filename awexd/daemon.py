@@ -26,7 +26,7 @@ from awexd.control import Control
 from awexd.journal import Journal
 from awexd.listener import listening
 from awexd.memory import Memory
-from awexd.protocol import MAX_FDS, Message, check_hello, error_reply, hello, parse_request
+from awexd.protocol import MAX_FDS, Message, check_hello, close_descriptors, error_reply, hello, parse_request
 from awexd.report import Report
 from awexd.service import Call, Reply, Service, invalid_request
 from awexd.store import Store
@@ -182,7 +182,7 @@ class Daemon:
                     open_requests: set[asyncio.Task[None]] = set()
                     async for message, fds in channel.messages():
                         if len(open_requests) >= MAX_OPEN_REQUESTS or len(fds) > 1:
-                            _close(fds)
+                            close_descriptors(fds)
                             raise ProtocolError(f"over {MAX_OPEN_REQUESTS} requests, or one descriptor on a request")
                         task = requests.create_task(self._request(channel, session, message, fds, said_goodbye))
                         open_requests.add(task)
@@ -249,7 +249,7 @@ class Daemon:
                 raise
             channel.send(_with_drops(error_reply(named, error), session))
         finally:
-            _close(fds)
+            close_descriptors(fds)
 
     async def _answer(self, operation: str, call: Call) -> Reply:
         try:
@@ -265,8 +265,3 @@ def _with_drops(reply: Message, session: Session) -> Message:
     if session.to_drop:
         reply["drop"] = sorted(session.to_drop)[:MAX_DROPS]
     return reply
-
-
-def _close(fds: list[int]) -> None:
-    for fd in fds:
-        os.close(fd)

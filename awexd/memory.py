@@ -26,13 +26,12 @@ from typing import Any
 import orjson
 import posix_ipc
 
-from awexd.budget import Budget
+from awexd.budget import SHM_DIRECTORY, Budget
 from awexd_transports.errors import BudgetExceeded, IntegrityError
 from awexd_transports.segment import HEADER_BYTES
 
 MAGIC = b"AWEXDSEG"
 FORMAT = 1
-SHM_DIRECTORY = "/dev/shm"
 
 _PREFIX = struct.Struct("<8sII16s")
 _log = logging.getLogger(__name__)

@@ -43,6 +43,12 @@ def encode(message: Mapping[str, Any]) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
+def close_descriptors(fds: Iterable[int]) -> None:
+    """Closes descriptors that nobody takes."""
+    for fd in fds:
+        os.close(fd)
+
+
 class Decoder:
     """Bytes and descriptors as they arrive, to messages. Owns descriptors until a message takes them."""
 
@@ -70,8 +76,8 @@ class Decoder:
 
     def close(self) -> None:
         """Closes descriptors that no message took."""
-        while self._fds:
-            os.close(self._fds.popleft())
+        close_descriptors(self._fds)
+        self._fds.clear()
 
     def _next(self) -> Message | None:
         if len(self._buffer) < _LENGTH.size:

@@ -76,13 +76,12 @@ class Mappings:
                         os.close(fd)
             return [self._maps[segment_id] for segment_id, _ in wanted]
 
-    def discard(self, ids: Iterable[str]) -> list[str]:
-        """Unmaps these segments; those that were mapped. Whoever holds views into them must have let go."""
+    def discard(self, ids: Iterable[str]) -> None:
+        """Unmaps those of these segments that are mapped. Whoever holds views into them must have let go."""
         with self._lock:
-            gone = [segment_id for segment_id in ids if segment_id in self._maps]
-            for segment_id in gone:
-                self._maps.pop(segment_id).close()
-            return gone
+            for segment_id in ids:
+                if segment_id in self._maps:
+                    self._maps.pop(segment_id).close()
 
     def close(self) -> None:
         with self._lock:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from awexd import __version__
 from awexd.config import check_socket_path, default_socket
-from awexd.protocol import MAX_DEADLINE_MS, MAX_FDS, Decoder, Message, check_hello, encode, hello
+from awexd.protocol import MAX_DEADLINE_MS, MAX_FDS, Decoder, Message, check_hello, close_descriptors, encode, hello
 from awexd_transports.errors import (
     AccessDenied,
     AwexdError,
@@ -228,7 +228,7 @@ class Connection:
             elif pending is not None:
                 pending.reply, pending.fds = message, fds
             else:  # the answer to a request that was given up
-                _close(fds)
+                close_descriptors(fds)
         self._inbox.clear()
 
     def _end(self, error: AwexdError) -> None:
@@ -241,7 +241,7 @@ class Connection:
         self._sock.close()
         self._decoder.close()
         for _, fds in self._inbox:
-            _close(fds)
+            close_descriptors(fds)
         self._inbox.clear()
 
     def _forked(self) -> None:
@@ -284,11 +284,6 @@ def _refusal(message: Message, path: str) -> AwexdError:
     reason = f"the daemon at {path} ended the connection: {body.get('reason')}"
     code = body.get("code")
     return from_wire(code, reason, {}) if isinstance(code, str) else DaemonUnavailable(reason)
-
-
-def _close(fds: Sequence[int]) -> None:
-    for fd in fds:
-        os.close(fd)
 
 
 def _after_fork() -> None:
