@@ -388,11 +388,18 @@ def _is_committed(job: Job, key: VersionKey, attempt: int) -> bool:
 
 def _who_holds(job: Job, writer: Writer) -> str:
     leased = [str(v) for v in job.versions.values() if v.leases]
+    updating = [
+        f"{describe_ranks(rest)} of engine {engine.name}"
+        for engine in job.engines.values()
+        for current in engine.rounds.values()
+        if (rest := set(range(engine.world_size)) - current.confirmed)
+    ]
+    readers = f" ({', '.join(dict.fromkeys(updating))} to finish updating)" if updating else ""
     unsealed = [
         f"step {step} by {describe_ranks(set(range(job.world_size)) - attempt.sealed)}"
         for step, attempt in job.attempts.items()
     ]
-    waited = ([f"readers' leases on {', '.join(leased)}"] if leased else []) + (
+    waited = ([f"readers' leases on {', '.join(leased)}{readers}"] if leased else []) + (
         [f"the seal of {', '.join(unsealed)}"] if unsealed else []
     )
     holders = " and ".join(waited) or "versions that are being replaced"

@@ -240,7 +240,7 @@ def test_leased_version_is_not_handed_out_until_it_is_released() -> None:
     trainer.publish(2)
     outcome = trainer.try_begin(3)
     assert isinstance(outcome, Wait)
-    assert "readers' leases on epoch 1 step 1" in outcome.reason
+    assert "readers' leases on epoch 1 step 1 (rank 0 of engine " in outcome.reason
     engine.confirm(lease)
     assert trainer.publish(3)
     check(world)
