@@ -6,10 +6,11 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
+from awexd.manifests import is_body
 from awexd.memory import Found, Memory
 from awexd.store import Segment, Store, Version
 from awexd.store.model import Job
-from awexd_transports.layout import body_digest, digest_of
+from awexd_transports.layout import digest_of
 
 _log = logging.getLogger(__name__)
 
@@ -23,7 +24,7 @@ def adopt(store: Store, memory: Memory, jobs: Iterable[Job], manifests: Mapping[
     for found in memory.adopt():
         header = found.header
         groups[header["job"], header["epoch"], header["step"], header["attempt"]].append(found)
-    good = {digest for digest, body in manifests.items() if body_digest(body) == digest}
+    good = {digest for digest, body in manifests.items() if is_body(body, digest)}
     for (name, epoch, step, attempt), segments in sorted(groups.items()):
         withdrawn = name in store.jobs and attempt in store.jobs[name].withdrawn
         problem = "withdrawn" if withdrawn else _problem(segments, good)

@@ -67,6 +67,14 @@ def read_manifest(fd: int, digest: str) -> bytes:
     return body
 
 
+def is_body(body: bytes, digest: str) -> bool:
+    """Whether these bytes, kept for long, still are what they were."""
+    try:
+        return body_digest(body) == digest
+    except ProtocolError:
+        return False
+
+
 def bundle(digests: Iterable[str], bodies: Mapping[str, bytes]) -> tuple[list[list[str | int]], int]:
     """Distinct bodies one after another in a memfd: ``[digest, bytes]`` of each in order, and the descriptor."""
     distinct = list(dict.fromkeys(digests))

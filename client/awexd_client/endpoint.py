@@ -174,7 +174,7 @@ class Endpoint(ABC):
         try:
             if fds:
                 new = {d: body for d, body in unbundle(result["bodies"], fds[0]).items() if d not in self._manifests}
-                self._manifests.update((digest, Manifest.decode(body)) for digest, body in new.items())
+                self._manifests.update((digest, Manifest.decode(body, digest)) for digest, body in new.items())
         finally:
             for fd in fds:
                 os.close(fd)

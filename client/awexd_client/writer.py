@@ -203,7 +203,7 @@ class WeightWriter(Endpoint):
         answer = self._ask_for_manifests("write.ready", deadline.left())
         ranks = [self._manifests[digest] for digest in answer["ranks"]]
         segments = share(ranks)
-        compare(segments, [self._manifests[digest] for _, _, digest in answer["engines"]])
+        compare(ranks, [self._manifests[digest] for _, _, digest in answer["engines"]])
         segment = SegmentLayout(self._holding, segments[self.rank], answer["set"])
         self._manifests.clear()
         reserved = self._ask_with_body(

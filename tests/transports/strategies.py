@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from awexd_transports.copy import CopyTable, Row
 from awexd_transports.dtypes import ITEMSIZE
 from awexd_transports.layout import Box, Entry, Manifest, TensorSpec
-from awexd_transports.plan import Plan
+from awexd_transports.plan import Copy, Plan
 from awexd_transports.view import View
 
 Bytes = npt.NDArray[np.uint8]
@@ -226,10 +226,11 @@ def rows_of(
     segments: Sequence[Memory],
     destinations: Sequence[Manifest],
     memories: Sequence[Memory],
+    copies: Sequence[Copy] | None = None,
 ) -> list[Row]:
-    """The plan's copies over real memory."""
+    """The plan's copies (or these of it) over real memory."""
     rows = []
-    for copy in plan.copies:
+    for copy in plan.copies if copies is None else copies:
         source, destination = (
             sources[copy.source].entries[copy.source_entry],
             destinations[copy.destination].entries[copy.destination_entry],

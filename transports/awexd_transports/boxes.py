@@ -10,7 +10,69 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise, product
 
-from awexd_transports.layout import Box
+import numpy as np
+
+from awexd_transports.names import Ints
+from awexd_transports.shard import Box
+
+MAX_PASSES = 64
+
+
+def entangled(group: Ints, offset: Ints, shape: Ints) -> Ints:
+    """Rows whose box may share an element with another of its group; boxes of all other rows surely do not.
+
+    Boxes are parted again and again by straight cuts that go through no box, along each dimension in turn: what slices,
+    grids, and grids cut further give is told apart; boxes laid around each other like the sails of a windmill are not.
+
+    Args:
+        group: shape (n,): numbers >= 0; only boxes of one group are compared.
+        offset, shape: (n, dims); no box is empty.
+    """
+    rows, stale, dims = np.arange(len(group)), 0, offset.shape[1]
+    label = np.unique(group, return_inverse=True)[1] if len(group) else group
+    for turn in range(MAX_PASSES):
+        several = np.bincount(label)[label] > 1 if len(label) else np.zeros(0, bool)
+        rows, label = rows[several], label[several]
+        if not len(rows) or stale >= dims:
+            break
+        low = offset[rows, turn % dims]
+        before = len(np.unique(label))
+        order, label = _parted(label, low, low + shape[rows, turn % dims])
+        rows = rows[order]
+        stale = 0 if int(label[-1]) + 1 > before else stale + 1
+    return np.sort(rows)
+
+
+def _parted(label: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints]:
+    """Rows by label and ``low``, and their new labels: a new one wherever no interval of the label reaches further."""
+    span = int(high.max()) + 1
+    if (int(label.max()) + 1) * span >= 1 << 62:
+        edges = np.unique(np.concatenate([low, high]))
+        label = np.unique(label, return_inverse=True)[1]
+        low, high, span = np.searchsorted(edges, low), np.searchsorted(edges, high), len(edges)
+    start = label * span + low
+    order = np.argsort(start, kind="stable")
+    reach = np.maximum.accumulate((label * span + high)[order])
+    new = np.ones(len(order), bool)
+    new[1:] = start[order][1:] >= reach[:-1]
+    return order, np.cumsum(new) - 1
+
+
+def first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Two boxes that share an element (or are the same empty box given twice), or None."""
+    if len(boxes) < 2:
+        return None
+    if len(set(boxes)) < len(boxes):
+        twice = next(box for at, box in enumerate(boxes) if box in boxes[:at])
+        return twice, twice
+    ordered = sorted((box for box in boxes if box.numel), key=lambda box: box.offset)
+    for at, box in enumerate(ordered):
+        for other in ordered[at + 1 :]:
+            if other.offset and other.offset[0] >= box.end[0]:
+                break
+            if box.intersect(other):
+                return box, other
+    return None
 
 
 class BoxIndex:

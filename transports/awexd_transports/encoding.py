@@ -1,0 +1,327 @@
+"""A manifest as bytes: a header, then zlib of a vocabulary and of columns of numbers, each in as few bytes as it needs.
+
+A column is kept as the differences of neighbouring rows (the first one's from 0), zigzag, the lowest byte of all rows
+first, then the next: regular names and boxes come down to runs that zlib removes. There is one such spelling of a
+manifest, and its digest is of that: it does not depend on how zlib was told to work.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import zlib
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import orjson
+
+from awexd_transports.columns import Columns, check, check_amount, in_order, out_of_order
+from awexd_transports.dtypes import ITEMSIZE
+from awexd_transports.errors import InvalidArgument, ManifestMismatch, ProtocolError
+from awexd_transports.names import FIELD, MAX_FIELDS, MAX_NUMBER, Ints, Names, is_template, keys
+from awexd_transports.shard import MAX_DIMS, MAX_NAME_BYTES, check_tensor_name
+
+MANIFEST_FORMAT = 2
+MAGIC = b"awxm"
+MAX_MANIFEST_BYTES = 64 << 20
+"""Of a body as it travels."""
+MAX_PAYLOAD_BYTES = 128 << 20
+"""Of what it unpacks to."""
+_DIGEST_DOMAIN = b"awexd manifest 2\n"
+_HEADER = struct.Struct("<4sHBBIIII")
+HEADER_BYTES = _HEADER.size
+_LEVEL = 9
+_CHUNK = 1 << 20
+_PER_NAME = 4
+"""Columns of numbers a name has beside its fields and extents: template, dtype, layout, dimensions."""
+
+
+class Header(NamedTuple):
+    """Counts, all of which are checked before anything is unpacked.
+
+    Attributes:
+        dims, fields: columns that boxes and names have.
+        names, entries: rows.
+        vocabulary, payload: bytes; the vocabulary is the payload's beginning.
+    """
+
+    dims: int
+    fields: int
+    names: int
+    entries: int
+    vocabulary: int
+    payload: int
+
+    @property
+    def name_columns(self) -> int:
+        return _PER_NAME + self.fields + self.dims
+
+    @property
+    def entry_columns(self) -> int:
+        return 2 + 2 * self.dims
+
+    def packed(self) -> bytes:
+        return _HEADER.pack(MAGIC, MANIFEST_FORMAT, *self)
+
+
+class Vocabulary(NamedTuple):
+    """Texts by their numbers, with what each template needs: bytes beside its numbers, and fields."""
+
+    templates: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    layouts: tuple[str, ...]
+    sizes: Ints
+    fields: Ints
+
+
+def encode(columns: Columns) -> tuple[bytes, bytes]:
+    """The canonical header and payload, not yet compressed."""
+    template_order, template = in_order(columns.names.template)
+    dtype_order, dtype = in_order(columns.dtype)
+    layouts = in_order(columns.layout[columns.layout > 0])[0]
+    place = np.zeros(len(columns.layouts) + 1, np.int64)
+    place[layouts] = np.arange(1, len(layouts) + 1)
+    templates = [columns.names.templates[at] for at in template_order.tolist()]
+    fields = max((text.count(FIELD) for text in templates), default=0)
+    dims = int(columns.ndim.max(initial=0))
+    texts = [columns.dtypes[at] for at in dtype_order.tolist()], [columns.layouts[at - 1] for at in layouts.tolist()]
+    vocabulary = orjson.dumps([templates, *texts])
+    once = [template, dtype, place[columns.layout], columns.ndim]
+    once += [*columns.names.numbers.T[:fields], *columns.extent.T[:dims]]
+    each = [columns.name, columns.piece, *columns.offset.T[:dims], *columns.shape.T[:dims]]
+    payload = vocabulary + _pack(np.array(once)) + _pack(np.array(each))
+    header = Header(dims, fields, len(columns.names), len(columns.name), len(vocabulary), len(payload))
+    check_amount(header.names, header.entries, dims, fields)
+    if len(payload) > MAX_PAYLOAD_BYTES:
+        raise InvalidArgument(f"a manifest of {len(payload)} bytes; at most {MAX_PAYLOAD_BYTES}")
+    return header.packed(), payload
+
+
+def compress(header: bytes, payload: bytes) -> bytes:
+    """The body that travels."""
+    return header + zlib.compress(payload, _LEVEL)
+
+
+def digest(header: bytes, payload: bytes) -> str:
+    """SHA-256, in hexadecimal, of a manifest's one spelling."""
+    return hashlib.sha256(_DIGEST_DOMAIN + header + payload).hexdigest()
+
+
+def body_digest(body: bytes) -> str:
+    """The digest of a body, in bounded memory and without reading more than its header.
+
+    What is no manifest of this format is digested as it stands: whoever keeps bodies need not know them.
+
+    Raises:
+        ProtocolError: it claims to be of this format and is not.
+    """
+    if not body.startswith(_HEADER.pack(MAGIC, MANIFEST_FORMAT, *[0] * 6)[:6]):
+        return hashlib.sha256(_DIGEST_DOMAIN + body).hexdigest()
+    header = read_header(body)
+    state = hashlib.sha256(_DIGEST_DOMAIN + body[: _HEADER.size])
+    _unpack_into(state.update, body, header)
+    return state.hexdigest()
+
+
+def decode(body: bytes) -> tuple[Columns, bytes]:
+    """A body's columns and payload.
+
+    Raises:
+        ProtocolError: not the canonical encoding of a valid manifest.
+    """
+    header = read_header(body)
+    parts: list[bytes] = []
+    _unpack_into(parts.append, body, header)
+    payload = b"".join(parts)
+    try:
+        columns = _columns(header, payload)
+        check(columns)
+    except (InvalidArgument, ManifestMismatch) as error:
+        raise ProtocolError(f"not a manifest: {error}") from error
+    return columns, payload
+
+
+def read_header(body: bytes) -> Header:
+    """The checked header.
+
+    Raises:
+        ProtocolError: not of this format, or over a limit.
+    """
+    if len(body) > MAX_MANIFEST_BYTES:
+        raise ProtocolError(f"a manifest of {len(body)} bytes; at most {MAX_MANIFEST_BYTES}")
+    if len(body) < _HEADER.size or not body.startswith(MAGIC):
+        raise ProtocolError("not a manifest: no header")
+    _, number, *counts = _HEADER.unpack_from(body)
+    if number != MANIFEST_FORMAT:
+        raise ProtocolError(f"manifest format {number}; this build reads {MANIFEST_FORMAT}")
+    header = Header(*counts)
+    if header.dims > MAX_DIMS or header.fields > MAX_FIELDS or header.names > header.entries:
+        raise ProtocolError(f"not a manifest: its header is not sound: {header}")
+    if not header.vocabulary <= header.payload <= MAX_PAYLOAD_BYTES:
+        raise ProtocolError(f"a manifest of {header.payload} bytes unpacked; at most {MAX_PAYLOAD_BYTES}")
+    try:
+        check_amount(header.names, header.entries, header.dims, header.fields)
+    except InvalidArgument as error:
+        raise ProtocolError(str(error)) from error
+    return header
+
+
+def _unpack_into(take: Callable[[bytes], Any], body: bytes, header: Header) -> None:
+    """Unpacks a chunk at a time, and never more than the header says."""
+    stream, left, packed = zlib.decompressobj(), header.payload, memoryview(body)[_HEADER.size :]
+    try:
+        for at in range(0, len(packed), _CHUNK):
+            rest: bytes | memoryview = packed[at : at + _CHUNK]
+            while len(rest) and left >= 0:
+                if stream.eof:
+                    raise ProtocolError("not a manifest: bytes after its end")
+                part = stream.decompress(rest, min(left + 1, _CHUNK))
+                left -= len(part)
+                take(part)
+                rest = stream.unconsumed_tail
+    except zlib.error as error:
+        raise ProtocolError(f"not a manifest: {error}") from error
+    if left or not stream.eof or stream.unused_data:
+        raise ProtocolError("not a manifest: its bytes are not as many as its header says")
+
+
+def _columns(header: Header, payload: bytes) -> Columns:
+    words = _vocabulary(payload[: header.vocabulary])
+    at = header.vocabulary
+    once, at = _unpack(payload, at, header.name_columns, header.names)
+    each, at = _unpack(payload, at, header.entry_columns, header.entries)
+    if at != len(payload):
+        raise ProtocolError("not a manifest: its columns are of another length")
+    dims, fields = header.dims, header.fields
+    template, dtype, layout, ndim = once[:_PER_NAME]
+    numbers = once[_PER_NAME : _PER_NAME + fields].T
+    columns = Columns(
+        names=Names(words.templates, template, numbers),
+        dtypes=words.dtypes,
+        layouts=words.layouts,
+        dtype=dtype,
+        layout=layout,
+        ndim=ndim,
+        extent=once[_PER_NAME + fields :].T,
+        name=each[0],
+        offset=each[2 : 2 + dims].T,
+        shape=each[2 + dims :].T,
+        piece=each[1],
+    )
+    _check_codes(columns, words)
+    return columns
+
+
+def _check_codes(columns: Columns, words: Vocabulary) -> None:
+    """One spelling only: codes in order of first appearance, none unused, names distinct, spare numbers constant."""
+    plain = columns.layout[columns.layout > 0] - 1 if columns.layout.any() else columns.layout[:0]
+    for what, codes, count in (
+        ("template", columns.names.template, len(words.templates)),
+        ("dtype", columns.dtype, len(words.dtypes)),
+        ("layout", plain, len(words.layouts)),
+        ("name", columns.name, len(columns.names)),
+    ):
+        if out_of_order(codes) is not None or int(codes.max(initial=-1)) + 1 != count:
+            raise ProtocolError(f"not a manifest: its encoding is not canonical ({what}s out of order)")
+    numbers, ndim, dims, fields = columns.names.numbers, columns.ndim, columns.extent.shape[1], words.fields
+    sound = columns.layout.min(initial=0) >= 0
+    sound &= ndim.min(initial=0) >= 0 and int(ndim.max(initial=0)) == dims
+    sound &= int(fields.max(initial=0)) == numbers.shape[1]
+    sound &= numbers.min(initial=0) >= 0 and numbers.max(initial=0) <= MAX_NUMBER
+    if not sound:
+        raise ProtocolError("not a manifest: its encoding is not canonical (a number out of bounds)")
+    used = fields[columns.names.template]
+    spare = any(numbers[used <= at, at].any() for at in range(numbers.shape[1]))
+    if dims and int(ndim.min()) < dims:
+        own = ndim[columns.name]
+        for at in range(dims):
+            spare |= bool((columns.extent[ndim <= at, at] != 1).any())
+            spare |= bool(columns.offset[own <= at, at].any() or (columns.shape[own <= at, at] != 1).any())
+    if spare:
+        raise ProtocolError("not a manifest: its encoding is not canonical (a spare number)")
+    names = np.sort(keys([columns.names]))
+    if (names[1:] == names[:-1]).any():
+        raise ProtocolError("not a manifest: its encoding is not canonical (a name twice)")
+    if numbers.shape[1] or int(words.sizes.max(initial=0)) > MAX_NAME_BYTES:
+        digits = 1 + sum((numbers >= 10**power).astype(np.int64) for power in range(1, 10))
+        taken = np.where(np.arange(numbers.shape[1]) < used[:, None], digits, 0).sum(axis=1)
+        if (words.sizes[columns.names.template] + taken > MAX_NAME_BYTES).any():
+            raise InvalidArgument(f"a tensor's name of more than {MAX_NAME_BYTES} bytes")
+
+
+@lru_cache(maxsize=64)
+def _small_vocabulary(text: bytes) -> Vocabulary:
+    """Ranks of one job share a few vocabularies."""
+    return _read_vocabulary(text)
+
+
+def _vocabulary(text: bytes) -> Vocabulary:
+    return _small_vocabulary(text) if len(text) <= 1 << 16 else _read_vocabulary(text)
+
+
+def _read_vocabulary(text: bytes) -> Vocabulary:
+    try:
+        lists = orjson.loads(text)
+        canonical = isinstance(lists, list) and len(lists) == 3 and orjson.dumps(lists) == text
+    except orjson.JSONDecodeError as error:
+        raise ProtocolError(f"not a manifest: {error}") from error
+    if not canonical or not all(isinstance(words, list) for words in lists):
+        raise ProtocolError("not a manifest: its vocabulary is not three lists in their canonical encoding")
+    if not all(isinstance(word, str) for words in lists for word in words):
+        raise ProtocolError("not a manifest: a word that is no text")
+    templates, dtypes, layouts = (tuple(words) for words in lists)
+    if any(len(set(words)) < len(words) for words in (templates, dtypes, layouts)):
+        raise ProtocolError("not a manifest: its encoding is not canonical (a word twice)")
+    for template in templates:
+        check_tensor_name(template.replace(FIELD, "1"))
+        if not is_template(template):
+            raise ProtocolError(f"not a manifest: its encoding is not canonical (template {template!r})")
+    for layout in layouts:
+        check_tensor_name(layout)
+    unknown = [dtype for dtype in dtypes if dtype not in ITEMSIZE]
+    if unknown:
+        raise InvalidArgument(f"unknown dtype {unknown[0]!r}")
+    fields = np.array([template.count(FIELD) for template in templates], np.int64)
+    sizes = np.array([len(template.encode()) for template in templates], np.int64) - fields
+    return Vocabulary(templates, dtypes, layouts, sizes, fields)
+
+
+def _pack(columns: Ints) -> bytes:
+    """Columns, shape (c, n): c widths, then the columns of each width, narrowest first."""
+    steps = np.diff(columns, axis=1, prepend=0)
+    folded = ((steps << 1) ^ (steps >> 63)).view(np.uint64)
+    top = folded.max(axis=1, initial=0)
+    widths = np.array([(int(value).bit_length() + 7) // 8 for value in top], np.uint8)
+    parts = [widths.tobytes()]
+    for width in np.unique(widths[widths > 0]).tolist():
+        bytewise = folded[widths == width].astype("<u8").view(np.uint8).reshape(-1, columns.shape[1], 8)
+        parts.append(bytewise[:, :, :width].transpose(0, 2, 1).tobytes())
+    return b"".join(parts)
+
+
+def _unpack(payload: bytes, at: int, count: int, rows: int) -> tuple[Ints, int]:
+    """The reverse of ``_pack``: the columns, and where they end."""
+    widths = np.frombuffer(payload[at : at + count], np.uint8)
+    at += count
+    if len(widths) < count or int(widths.max(initial=0)) > 8 or at + int(widths.sum()) * rows > len(payload):
+        raise ProtocolError("not a manifest: its columns are of another length")
+    folded = np.zeros((count, rows), "<u8")
+    for width in np.unique(widths).tolist() if rows else ():
+        if not width:
+            continue
+        chosen = np.flatnonzero(widths == width)
+        taken = len(chosen) * width * rows
+        planes = np.frombuffer(payload, np.uint8, taken, at).reshape(len(chosen), width, rows)
+        at += taken
+        bytewise = np.zeros((len(chosen), rows, 8), np.uint8)
+        bytewise[:, :, :width] = planes.transpose(0, 2, 1)
+        if not planes[:, -1].any(axis=1).all():
+            raise ProtocolError("not a manifest: its encoding is not canonical (a column wider than it need be)")
+        folded[chosen] = bytewise.view("<u8")[:, :, 0]
+    if not rows and widths.any():
+        raise ProtocolError("not a manifest: its encoding is not canonical (a column wider than it need be)")
+    values = folded.astype(np.uint64, copy=False)
+    steps = (values >> np.uint64(1)).view(np.int64) ^ -(values & np.uint64(1)).view(np.int64)
+    return np.cumsum(steps, axis=1), at
