@@ -8,11 +8,13 @@ from contextlib import contextmanager
 
 import pytest
 
-from awexd.manifests import SEALS, bundle, read_manifest, read_sealed, sealed_memfd, unbundle
+from awexd.manifests import SEALS, bundle, is_body, read_manifest, read_sealed, sealed_memfd, unbundle
+from awexd_transports.encoding import Header
 from awexd_transports.errors import ProtocolError
-from awexd_transports.layout import body_digest
+from awexd_transports.layout import Box, Entry, Manifest, TensorSpec, body_digest
 
 F_ADD_SEALS = 1033
+MANIFEST = Manifest.of([Entry(TensorSpec("model.layers.0.w", (4, 2), "bfloat16"), Box((0, 0), (4, 2)), 0)])
 
 
 @contextmanager
@@ -79,3 +81,24 @@ def test_bundle_is_taken_apart_again_with_each_body_once() -> None:
     with pytest.raises(ProtocolError, match="does not hold"):
         unbundle([(one, 3), (three, 4)], fd)
     os.close(fd)
+
+
+def test_a_manifest_goes_through_memfd_and_bundle_under_its_own_digest() -> None:
+    fd = sealed_memfd("x", [MANIFEST.encoded])
+    assert read_manifest(fd, MANIFEST.digest) == MANIFEST.encoded
+    os.close(fd)
+    index, fd = bundle([MANIFEST.digest] * 3, {MANIFEST.digest: MANIFEST.encoded})
+    assert index == [[MANIFEST.digest, len(MANIFEST.encoded)]]
+    bodies = unbundle([(str(digest), int(nbytes)) for digest, nbytes in index], fd)
+    assert Manifest.decode(bodies[MANIFEST.digest], MANIFEST.digest) == MANIFEST
+    os.close(fd)
+
+
+@pytest.mark.parametrize("body", [MANIFEST.encoded[:-1], MANIFEST.encoded + b"x", Header(0, 0, 0, 0, 0, 9).packed()])
+def test_damaged_manifest_is_refused_whatever_its_digest(body: bytes) -> None:
+    fd = sealed_memfd("x", [body])
+    with pytest.raises(ProtocolError):
+        read_manifest(fd, MANIFEST.digest)
+    os.close(fd)
+    assert not is_body(body, MANIFEST.digest)
+    assert is_body(MANIFEST.encoded, MANIFEST.digest)

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 from itertools import product
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from awexd_transports.boxes import BoxIndex, cells, subtract, subtract_all
+from awexd_transports.boxes import BoxIndex, cells, entangled, subtract, subtract_all
 from awexd_transports.layout import Box
 
 Point = tuple[int, ...]
@@ -73,3 +74,49 @@ def test_cells_of_one_box_across_two_are_two() -> None:
         (Box((0,), (2,)), (0, 1)),
         (Box((2,), (4,)), (0, 2)),
     ]
+
+
+def rows_entangled(groups: list[list[Box]]) -> set[tuple[int, int]]:
+    """(group, position) of the boxes that straight cuts do not tell apart."""
+    labels = [(group, at) for group, boxes in enumerate(groups) for at in range(len(boxes))]
+    flat = [box for boxes in groups for box in boxes]
+    dims = len(flat[0].offset)
+    offset, shape = (
+        np.array([getattr(box, side) for box in flat], np.int64).reshape(len(flat), dims)
+        for side in ("offset", "shape")
+    )
+    return {labels[row] for row in entangled(np.array([group for group, _ in labels]), offset, shape).tolist()}
+
+
+@given(
+    st.integers(0, 3).flatmap(
+        lambda dims: st.lists(st.lists(boxes(dims, 1), min_size=1, max_size=6), min_size=1, max_size=3)
+    )
+)
+def test_boxes_of_one_group_that_share_an_element_are_entangled(groups: list[list[Box]]) -> None:
+    found = rows_entangled(groups)
+    for group, held in enumerate(groups):
+        for at, box in enumerate(held):
+            others = (other for o, other in enumerate(held) if o != at)
+            if any(points(box) & points(other) for other in others):
+                assert (group, at) in found
+
+
+@given(several(least=1))
+def test_boxes_at_large_coordinates_are_told_apart_as_small_ones_are(found: list[Box]) -> None:
+    far = [Box(tuple(o << 44 for o in box.offset), tuple(n << 44 for n in box.shape)) for box in found]
+    assert rows_entangled([far] * 5) == rows_entangled([found] * 5)
+
+
+def test_grids_cut_further_are_not_entangled() -> None:
+    """Columns, each cut at other rows, one of them inside a row."""
+    held = [Box((0, 0), (3, 2)), Box((3, 0), (5, 2)), Box((0, 2), (6, 2)), Box((6, 2), (1, 1)), Box((6, 3), (1, 1))]
+    held.append(Box((7, 2), (1, 2)))
+    assert sum(box.numel for box in held) == 8 * 4
+    assert not rows_entangled([held, held[::-1]])
+    assert rows_entangled([held, [*held, Box((0, 0), (1, 1))]]) == {(1, 0), (1, 6)}
+
+
+def test_sails_of_a_windmill_are_entangled_though_disjoint() -> None:
+    sails = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]
+    assert len(rows_entangled([[Box(*sail) for sail in sails]])) == 5

@@ -58,7 +58,8 @@ def with_words(change: Callable[[list[Any]], object], text: Callable[[Any], byte
 
 
 def with_columns(**values: Any) -> bytes:
-    return forged(replace(GOOD.columns, **{name: np.array(value) for name, value in values.items()}))
+    arrays: dict[str, Any] = {name: np.array(value) for name, value in values.items()}
+    return forged(replace(GOOD.columns, **arrays))
 
 
 def with_names(template: list[int], numbers: list[list[int]]) -> bytes:
@@ -123,10 +124,10 @@ MALFORMED: dict[str, tuple[Callable[[], bytes], str]] = {
     "a word that is a number": (lambda: with_words(lambda v: swapped(v, 0, 1, 7)), "no text"),
     "a word twice": (lambda: with_words(lambda v: swapped(v, 1, 1, "bfloat16")), "a word twice"),
     "an unknown dtype": (lambda: with_words(lambda v: swapped(v, 1, 1, "float7")), "unknown dtype 'float7'"),
-    "a dtype too many": (lambda: with_words(lambda v: v[1].append("int8")), "dtypes out of order"),
-    "a dtype too few": (lambda: with_words(lambda v: v[1].pop()), "dtypes out of order"),
-    "a template too many": (lambda: with_words(lambda v: v[0].append("d")), "templates out of order"),
-    "a layout too many": (lambda: with_words(lambda v: v[2].append("marlin")), "layouts out of order"),
+    "a dtype too many": (lambda: with_words(lambda v: v[1].append("int8")), "a word out of order"),
+    "a dtype too few": (lambda: with_words(lambda v: v[1].pop()), "a word out of order"),
+    "a template too many": (lambda: with_words(lambda v: v[0].append("d")), "a word out of order"),
+    "a layout too many": (lambda: with_words(lambda v: v[2].append("marlin")), "a word out of order"),
     "an empty template": (lambda: with_words(lambda v: swapped(v, 0, 1, "")), "non-empty"),
     "a template with a line feed": (lambda: with_words(lambda v: swapped(v, 0, 1, "a\n")), "control"),
     "a template with a plain number": (lambda: with_words(lambda v: swapped(v, 0, 1, "c.7")), "canonical"),
@@ -141,14 +142,14 @@ MALFORMED: dict[str, tuple[Callable[[], bytes], str]] = {
         lambda: forged(replace(GOOD.columns, names=Names((f"{'x' * 1014}.{FIELD}.", "c"), *_long()))),
         "more than 1024 bytes",
     ),
-    "templates in another order": (relabelled, "templates out of order"),
+    "templates in another order": (relabelled, "a word out of order"),
     "a name twice": (lambda: with_names([0, 0, 1], [[1], [1], [0]]), "a name twice"),
     "a number where the template has no field": (lambda: with_names([0, 0, 1], [[1], [2], [3]]), "spare"),
     "a number too large": (lambda: with_names([0, 0, 1], [[1], [10**9], [0]]), "out of bounds"),
     "a negative number": (lambda: with_names([0, 0, 1], [[1], [-2], [0]]), "out of bounds"),
-    "a name that no entry has": (lambda: with_columns(name=[0, 1, 1]), "names out of order"),
-    "names out of order": (lambda: with_columns(name=[1, 0, 2]), "names out of order"),
-    "an entry of a name that is not there": (lambda: with_columns(name=[0, 1, 3]), "names out of order"),
+    "a name that no entry has": (lambda: with_columns(name=[0, 1, 1]), "a name out of order"),
+    "a name out of order": (lambda: with_columns(name=[1, 0, 2]), "a name out of order"),
+    "an entry of a name that is not there": (lambda: with_columns(name=[0, 1, 3]), "a name out of order"),
     "more dimensions than columns": (lambda: with_columns(ndim=[2, 1, 1]), "spare"),
     "a negative layout": (negative_layout, "bounds"),
     "an extent in a spare dimension": (lambda: with_columns(extent=[[4, 2], [4, 2], [5, 2]]), "spare"),

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import numpy as np
 
 from awexd_transports.boxes import BoxIndex, entangled, subtract_all
-from awexd_transports.columns import in_order
 from awexd_transports.joined import Joined, runs
 from awexd_transports.layout import Box
 from awexd_transports.moves import Moves
@@ -65,8 +64,8 @@ class Cover:
         if followers:  # a leader brings the storage under another of its names
             led = [row for row in bare.tolist() if row in followers and offered[followers[row] - self._end]]
             bare = np.setdiff1d(bare, led)
-        for name in in_order(joined.row_name[bare])[0].tolist():
-            self.missing[joined.text(name)] = None
+        unknown = np.sort(joined.first[np.unique(joined.row_name[bare])])
+        self.missing |= dict.fromkeys(joined.texts_at(unknown))
         wanted = offered & ~joined.empty[self._end :]
         if wrong:
             wanted &= ~np.isin(names, list(wrong))

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
-from awexd_transports.columns import Columns, check, check_amount, in_order, out_of_order
+from awexd_transports.columns import Columns, check, check_amount, in_order
 from awexd_transports.dtypes import ITEMSIZE
 from awexd_transports.errors import InvalidArgument, ManifestMismatch, ProtocolError
-from awexd_transports.names import FIELD, MAX_FIELDS, MAX_NUMBER, Ints, Names, is_template, keys
+from awexd_transports.names import FIELD, MAX_FIELDS, MAX_NUMBER, Ints, Names, is_template, pack
 from awexd_transports.shard import MAX_DIMS, MAX_NAME_BYTES, check_tensor_name
 
 MANIFEST_FORMAT = 2
@@ -195,60 +195,64 @@ def _columns(header: Header, payload: bytes) -> Columns:
     if at != len(payload):
         raise ProtocolError("not a manifest: its columns are of another length")
     dims, fields = header.dims, header.fields
-    template, dtype, layout, ndim = once[:_PER_NAME]
-    numbers = once[_PER_NAME : _PER_NAME + fields].T
-    columns = Columns(
-        names=Names(words.templates, template, numbers),
+    names = Names(words.templates, once[0], once[_PER_NAME : _PER_NAME + fields].T)
+    _check_codes(words, once, each, names)
+    return Columns(
+        names=names,
         dtypes=words.dtypes,
         layouts=words.layouts,
-        dtype=dtype,
-        layout=layout,
-        ndim=ndim,
+        dtype=once[1],
+        layout=once[2],
+        ndim=once[3],
         extent=once[_PER_NAME + fields :].T,
         name=each[0],
         offset=each[2 : 2 + dims].T,
         shape=each[2 + dims :].T,
         piece=each[1],
     )
-    _check_codes(columns, words)
-    return columns
 
 
-def _check_codes(columns: Columns, words: Vocabulary) -> None:
+def _check_codes(words: Vocabulary, once: Ints, each: Ints, names: Names) -> None:
     """One spelling only: codes in order of first appearance, none unused, names distinct, spare numbers constant."""
-    plain = columns.layout[columns.layout > 0] - 1 if columns.layout.any() else columns.layout[:0]
-    for what, codes, count in (
-        ("template", columns.names.template, len(words.templates)),
-        ("dtype", columns.dtype, len(words.dtypes)),
-        ("layout", plain, len(words.layouts)),
-        ("name", columns.name, len(columns.names)),
+    words_known = len(words.templates), len(words.dtypes), len(words.layouts) + 1
+    for what, codes, start, known in (
+        ("a word", once[:3], np.array([[-1], [-1], [0]]), words_known),
+        ("a name", each[:1], np.array([[-1]]), (once.shape[1],)),
     ):
-        if out_of_order(codes) is not None or int(codes.max(initial=-1)) + 1 != count:
-            raise ProtocolError(f"not a manifest: its encoding is not canonical ({what}s out of order)")
-    numbers, ndim, dims, fields = columns.names.numbers, columns.ndim, columns.extent.shape[1], words.fields
-    sound = columns.layout.min(initial=0) >= 0
-    sound &= ndim.min(initial=0) >= 0 and int(ndim.max(initial=0)) == dims
-    sound &= int(fields.max(initial=0)) == numbers.shape[1]
-    sound &= numbers.min(initial=0) >= 0 and numbers.max(initial=0) <= MAX_NUMBER
+        highest = np.maximum.accumulate(np.concatenate([start, codes], axis=1), axis=1)
+        if (codes > highest[:, :-1] + 1).any() or highest[:, -1].tolist() != [count - 1 for count in known]:
+            raise ProtocolError(f"not a manifest: its encoding is not canonical ({what} out of order)")
+    numbers, fields, dims = names.numbers, words.fields, (len(each) - 2) // 2
+    sound = once.min(initial=0) >= 0 and each[0].min(initial=0) >= 0 and int(once[3].max(initial=0)) == dims
+    sound = sound and int(fields.max(initial=0)) == numbers.shape[1] and numbers.max(initial=0) <= MAX_NUMBER
     if not sound:
         raise ProtocolError("not a manifest: its encoding is not canonical (a number out of bounds)")
-    used = fields[columns.names.template]
-    spare = any(numbers[used <= at, at].any() for at in range(numbers.shape[1]))
-    if dims and int(ndim.min()) < dims:
-        own = ndim[columns.name]
-        for at in range(dims):
-            spare |= bool((columns.extent[ndim <= at, at] != 1).any())
-            spare |= bool(columns.offset[own <= at, at].any() or (columns.shape[own <= at, at] != 1).any())
-    if spare:
+    used = fields[names.template]
+    if _spare(numbers, used, 0) or (dims and int(once[3].min()) < dims and _spare_dims(once, each, dims)):
         raise ProtocolError("not a manifest: its encoding is not canonical (a spare number)")
-    names = np.sort(keys([columns.names]))
-    if (names[1:] == names[:-1]).any():
+    ordered = np.sort(pack([names.template, *numbers.T]))
+    if (ordered[1:] == ordered[:-1]).any():
         raise ProtocolError("not a manifest: its encoding is not canonical (a name twice)")
-    if numbers.shape[1] or int(words.sizes.max(initial=0)) > MAX_NAME_BYTES:
-        digits = 1 + sum((numbers >= 10**power).astype(np.int64) for power in range(1, 10))
+    if int(words.sizes.max(initial=0)) + 9 * numbers.shape[1] > MAX_NAME_BYTES:
+        digits = 1 + sum((numbers >= 10**power).astype(np.int64) for power in range(1, 9))
         taken = np.where(np.arange(numbers.shape[1]) < used[:, None], digits, 0).sum(axis=1)
-        if (words.sizes[columns.names.template] + taken > MAX_NAME_BYTES).any():
+        if (words.sizes[names.template] + taken > MAX_NAME_BYTES).any():
             raise InvalidArgument(f"a tensor's name of more than {MAX_NAME_BYTES} bytes")
+
+
+def _spare_dims(once: Ints, each: Ints, dims: int) -> bool:
+    """Whether a dimension that a tensor does not have is anything but one element at 0."""
+    own = once[3][each[0]]
+    return (
+        _spare(once[-dims:].T, once[3], 1)
+        or _spare(each[2 : 2 + dims].T, own, 0)
+        or _spare(each[2 + dims :].T, own, 1)
+    )
+
+
+def _spare(rows: Ints, used: Ints, fill: int) -> bool:
+    """Whether any number beyond the first ``used`` of its row is not ``fill``."""
+    return any(bool((rows[used <= at, at] != fill).any()) for at in range(rows.shape[1]))
 
 
 @lru_cache(maxsize=64)
@@ -303,25 +307,20 @@ def _pack(columns: Ints) -> bytes:
 
 def _unpack(payload: bytes, at: int, count: int, rows: int) -> tuple[Ints, int]:
     """The reverse of ``_pack``: the columns, and where they end."""
-    widths = np.frombuffer(payload[at : at + count], np.uint8)
+    widths = payload[at : at + count]
     at += count
-    if len(widths) < count or int(widths.max(initial=0)) > 8 or at + int(widths.sum()) * rows > len(payload):
+    if len(widths) < count or max(widths, default=0) > 8 or at + sum(widths) * rows > len(payload):
         raise ProtocolError("not a manifest: its columns are of another length")
-    folded = np.zeros((count, rows), "<u8")
-    for width in np.unique(widths).tolist() if rows else ():
-        if not width:
-            continue
-        chosen = np.flatnonzero(widths == width)
-        taken = len(chosen) * width * rows
-        planes = np.frombuffer(payload, np.uint8, taken, at).reshape(len(chosen), width, rows)
-        at += taken
-        bytewise = np.zeros((len(chosen), rows, 8), np.uint8)
-        bytewise[:, :, :width] = planes.transpose(0, 2, 1)
+    folded = np.zeros((count, rows), np.uint64)
+    for width in sorted(set(widths) - {0}):
+        chosen = [column for column, own in enumerate(widths) if own == width]
+        planes = np.frombuffer(payload, np.uint8, len(chosen) * width * rows, at).reshape(len(chosen), width, rows)
+        at += planes.size
         if not planes[:, -1].any(axis=1).all():
             raise ProtocolError("not a manifest: its encoding is not canonical (a column wider than it need be)")
-        folded[chosen] = bytewise.view("<u8")[:, :, 0]
-    if not rows and widths.any():
-        raise ProtocolError("not a manifest: its encoding is not canonical (a column wider than it need be)")
-    values = folded.astype(np.uint64, copy=False)
-    steps = (values >> np.uint64(1)).view(np.int64) ^ -(values & np.uint64(1)).view(np.int64)
+        values = planes[:, 0].astype(np.uint64)
+        for byte in range(1, width):
+            values |= planes[:, byte].astype(np.uint64) << np.uint64(8 * byte)
+        folded[chosen] = values
+    steps = (folded >> np.uint64(1)).view(np.int64) ^ -(folded & np.uint64(1)).view(np.int64)
     return np.cumsum(steps, axis=1), at

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -106,11 +107,16 @@ class Joined:
 
     def text(self, name: int) -> str:
         """The name with that number."""
-        return self.text_at(int(self.first[name]))
+        return self.texts_at(self.first[name : name + 1])[0]
 
-    def text_at(self, place: int) -> str:
-        at = self.manifest_of_place(place)
-        return self._columns[at].names.text(place - int(self.place_start[at]))
+    def texts_at(self, places: Ints) -> list[str]:
+        """The names at ascending places."""
+        found: list[str] = []
+        edges = np.searchsorted(places, self.place_start).tolist()
+        for at, (low, high) in enumerate(pairwise(edges)):
+            if low < high:
+                found += self._columns[at].names.take(places[low:high] - self.place_start[at]).texts()
+        return found
 
     def entry_at(self, place: int) -> Entry:
         """The first entry of that name in its manifest."""

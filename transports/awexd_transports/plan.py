@@ -196,7 +196,7 @@ def _unexpected(joined: Joined, split: int) -> list[str]:
             for row in group:
                 if joined.box(row) in boxes:
                     extra.pop(int(joined.first[joined.row_name[row]]), None)
-    return [joined.text_at(place) for place in extra]
+    return joined.texts_at(np.array(list(extra), np.int64))
 
 
 def _spelt_out(moves: Moves, of_rank: Ints) -> tuple[Copy, ...]:
