@@ -12,7 +12,7 @@ from awexd_transports.boxes import entangled, first_overlap
 from awexd_transports.dtypes import ITEMSIZE
 from awexd_transports.errors import InvalidArgument, ManifestMismatch
 from awexd_transports.names import Bools, Ints, Names
-from awexd_transports.shard import MAX_ELEMENTS, Box, Entry, TensorSpec, box_problem, check_tensor_name
+from awexd_transports.shard import MAX_DIMS, MAX_ELEMENTS, Box, Entry, TensorSpec, box_problem, check_tensor_name
 
 MAX_ENTRIES = 2_000_000
 MAX_NUMBERS = 1 << 25
@@ -88,11 +88,15 @@ class Columns:
 
     def entries(self) -> tuple[Entry, ...]:
         """All rows as objects; names are spelled out."""
-        specs = [self.spec(at, text) for at, text in enumerate(self.names.texts())]
-        layouts = [self.layout_of(at) for at in range(len(specs))]
+        once = (column.tolist() for column in (self.ndim, self.extent, self.dtype, self.layout))
+        layouts = (None, *self.layouts)
+        specs, names_layout = [], []
+        for text, dims, extent, dtype, layout in zip(self.names.texts(), *once, strict=True):
+            specs.append(TensorSpec(text, tuple(extent[:dims]), self.dtypes[dtype]))
+            names_layout.append(layouts[layout])
         rows = (column.tolist() for column in (self.name, self.offset, self.shape, self.piece, self.ndim[self.name]))
         return tuple(
-            Entry(specs[name], Box(tuple(offset[:dims]), tuple(shape[:dims])), piece, layouts[name])
+            Entry(specs[name], Box(tuple(offset[:dims]), tuple(shape[:dims])), piece, names_layout[name])
             for name, offset, shape, piece, dims in zip(*rows, strict=True)
         )
 
@@ -151,7 +155,8 @@ def columns_of(entries: Sequence[Entry]) -> Columns:
             wrong[first.tensor.name] = f"declared as {describe(first)} and as {describe(entry)}"
     for name, entry in firsts.items():
         check_tensor_name(name)
-        _check_kinds(entry)
+        if entry.tensor.dtype not in ITEMSIZE or entry.layout is not None:
+            _check_kinds(entry)
     if wrong:
         raise ManifestMismatch.between("a rank's shards contradict each other", mismatched=wrong)
     at = {name: row for row, name in enumerate(firsts)}
@@ -265,10 +270,12 @@ def _overlapping(columns: Columns) -> dict[str, str]:
 
 
 def _plain(entries: Sequence[Entry]) -> bool:
-    """Whether all numbers are whole and all dimensions fit: then only each name's first entry must be looked at."""
+    """Whether names are texts, numbers are whole and dimensions fit: the rest is checked for all entries together."""
     numbers = chain.from_iterable((*e.tensor.shape, *e.box.offset, *e.box.shape, e.piece) for e in entries)
-    return set(map(type, numbers)) <= {int} and all(
-        len(entry.tensor.shape) == len(entry.box.offset) == len(entry.box.shape) for entry in entries
+    return (
+        set(map(type, numbers)) <= {int}
+        and all(type(entry.tensor.name) is str for entry in entries)
+        and all(len(e.tensor.shape) == len(e.box.offset) == len(e.box.shape) <= MAX_DIMS for e in entries)
     )
 
 
@@ -292,5 +299,7 @@ def _codes(values: Sequence[str | None], *, none_is_zero: bool = False) -> tuple
 
 
 def _filled(rows: Sequence[tuple[int, ...]], dims: int, fill: int) -> Ints:
+    if set(map(len, rows)) <= {dims}:
+        return np.array(rows, np.int64).reshape(len(rows), dims)
     spare = (fill,) * dims
     return np.array([(*row, *spare[len(row) :]) for row in rows], np.int64).reshape(len(rows), dims)

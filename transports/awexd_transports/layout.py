@@ -47,9 +47,11 @@ class Manifest:
             InvalidArgument: over a limit, a malformed name, or pieces that are not numbered in order of appearance.
             ManifestMismatch: a name with overlapping boxes, two shapes, dtypes or layouts, or aliases that differ.
         """
-        columns = columns_of(tuple(entries))
-        check(columns)
-        return cls(columns)
+        entries = tuple(entries)
+        manifest = cls(columns_of(entries))
+        check(manifest.columns)
+        manifest.entries = entries
+        return manifest
 
     @classmethod
     def decode(cls, body: bytes, digest: str | None = None) -> Manifest:

@@ -20,7 +20,7 @@ FIELD = "\0"
 MAX_FIELDS = 6
 MAX_NUMBER = 10**9 - 1
 # Digits that a number gives back as they were: no leading zeros, at most nine. All others stay in the template.
-_NUMBER = re.compile(r"(?<![0-9])(?:0|[1-9][0-9]{0,8})(?![0-9])")
+_NUMBER = re.compile(r"(?<![0-9])(0|[1-9][0-9]{0,8})(?![0-9])")
 _KEY_LIMIT = 1 << 62
 
 
@@ -43,8 +43,9 @@ class Names:
         known: dict[str, int] = {}
         template, found = [], []
         for text in texts:
-            template.append(known.setdefault(_NUMBER.sub(FIELD, text, count=MAX_FIELDS), len(known)))
-            found.append(_NUMBER.findall(text)[:MAX_FIELDS])
+            parts = _NUMBER.split(text, maxsplit=MAX_FIELDS)
+            template.append(known.setdefault(FIELD.join(parts[::2]), len(known)))
+            found.append(parts[1::2])
         width = max(map(len, found), default=0)
         numbers = np.zeros((len(found), width), np.int64)
         for count in range(1, width + 1):
@@ -80,8 +81,7 @@ class Names:
 
 def is_template(text: str) -> bool:
     """Whether names of this template give this template again, whatever their numbers."""
-    sample = text.replace(FIELD, "1")
-    return _NUMBER.sub(FIELD, sample, count=MAX_FIELDS) == text
+    return Names.of([text.replace(FIELD, "1")]).templates == (text,)
 
 
 def keys(tables: Sequence[Names]) -> Ints:
