@@ -104,7 +104,7 @@ def test_boxes_of_one_group_that_share_an_element_are_entangled(groups: list[lis
 
 @given(several(least=1))
 def test_boxes_at_large_coordinates_are_told_apart_as_small_ones_are(found: list[Box]) -> None:
-    far = [Box(tuple(o << 44 for o in box.offset), tuple(n << 44 for n in box.shape)) for box in found]
+    far = [Box(tuple(o << 58 for o in box.offset), tuple(n << 58 for n in box.shape)) for box in found]
     assert rows_entangled([far] * 5) == rows_entangled([found] * 5)
 
 

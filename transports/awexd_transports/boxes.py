@@ -15,7 +15,8 @@ import numpy as np
 from awexd_transports.names import Ints
 from awexd_transports.shard import Box
 
-MAX_PASSES = 64
+MAX_PASSES = 24
+"""Rounds of cuts before boxes that are still together count as entangled."""
 
 
 def entangled(group: Ints, offset: Ints, shape: Ints) -> Ints:

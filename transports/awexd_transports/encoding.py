@@ -228,7 +228,8 @@ def _check_codes(words: Vocabulary, once: Ints, each: Ints, names: Names) -> Non
     if not sound:
         raise ProtocolError("not a manifest: its encoding is not canonical (a number out of bounds)")
     used = fields[names.template]
-    if _spare(numbers, used, 0) or (dims and int(once[3].min()) < dims and _spare_dims(once, each, dims)):
+    spare = any(bool(numbers[used <= at, at].any()) for at in range(numbers.shape[1]))
+    if spare or (dims and int(once[3].min()) < dims and _spare_dims(once, each, dims)):
         raise ProtocolError("not a manifest: its encoding is not canonical (a spare number)")
     ordered = np.sort(pack([names.template, *numbers.T]))
     if (ordered[1:] == ordered[:-1]).any():
@@ -242,17 +243,13 @@ def _check_codes(words: Vocabulary, once: Ints, each: Ints, names: Names) -> Non
 
 def _spare_dims(once: Ints, each: Ints, dims: int) -> bool:
     """Whether a dimension that a tensor does not have is anything but one element at 0."""
-    own = once[3][each[0]]
-    return (
-        _spare(once[-dims:].T, once[3], 1)
-        or _spare(each[2 : 2 + dims].T, own, 0)
-        or _spare(each[2 + dims :].T, own, 1)
+    spare = np.arange(dims)[:, None] >= once[3]
+    of_entry = spare[:, each[0]]
+    return bool(
+        (once[-dims:][spare] != 1).any()
+        or each[2 : 2 + dims][of_entry].any()
+        or (each[2 + dims :][of_entry] != 1).any()
     )
-
-
-def _spare(rows: Ints, used: Ints, fill: int) -> bool:
-    """Whether any number beyond the first ``used`` of its row is not ``fill``."""
-    return any(bool((rows[used <= at, at] != fill).any()) for at in range(rows.shape[1]))
 
 
 @lru_cache(maxsize=64)
@@ -322,5 +319,9 @@ def _unpack(payload: bytes, at: int, count: int, rows: int) -> tuple[Ints, int]:
         for byte in range(1, width):
             values |= planes[:, byte].astype(np.uint64) << np.uint64(8 * byte)
         folded[chosen] = values
-    steps = (folded >> np.uint64(1)).view(np.int64) ^ -(folded & np.uint64(1)).view(np.int64)
-    return np.cumsum(steps, axis=1), at
+    # In place: these may be large.
+    sign = (folded & np.uint64(1)).view(np.int64)
+    folded >>= np.uint64(1)
+    steps = folded.view(np.int64)
+    steps ^= np.negative(sign, out=sign)
+    return np.cumsum(steps, axis=1, out=steps), at

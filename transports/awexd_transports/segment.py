@@ -12,7 +12,7 @@ CHECKSUM_BYTES = 8
 
 def segment_nbytes(manifest: Manifest) -> int:
     """Bytes of a segment of this manifest, header not counted: packed pieces, then their checksums."""
-    return manifest.segment_nbytes + CHECKSUM_BYTES * len(manifest.pieces)
+    return manifest.segment_nbytes + CHECKSUM_BYTES * len(manifest.piece_nbytes)
 
 
 def piece_at(manifest: Manifest, piece: int) -> int:
