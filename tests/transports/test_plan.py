@@ -13,7 +13,9 @@ from awexd_transports import cover
 from awexd_transports.copy import CopyTable
 from awexd_transports.dtypes import ITEMSIZE
 from awexd_transports.errors import ManifestMismatch
+from awexd_transports.joined import runs
 from awexd_transports.layout import Box, Entry, Manifest
+from awexd_transports.names import Ints
 from awexd_transports.plan import Copy, Plan, compare, plan, unexpected
 from awexd_transports.share import share
 from tests.transports.strategies import (
@@ -160,6 +162,7 @@ def test_pairs_are_looked_at_in_chunks_of_any_size(data: st.DataObject) -> None:
     made = plan(sources, destinations)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cover, "CHUNK", data.draw(st.integers(1, 7)))
+        patch.setattr(cover, "FEW", data.draw(st.integers(0, 3)))
         assert plan(sources, destinations).digest == made.digest
 
 
@@ -181,6 +184,23 @@ def test_traffic_and_each_destination_are_what_the_copies_say(data: st.DataObjec
             assert (counts[source, rank], nbytes[source, rank]) == (len(taken), sum(sizes))
     assert counts.sum() == len(made) == len(made.copies)
     assert nbytes.sum() == made.nbytes
+
+
+def test_slices_over_many_ranks_are_not_compared_each_with_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = 0
+
+    def counted(starts: Ints, counts: Ints) -> Ints:
+        nonlocal compared
+        compared += int(counts.sum())
+        return runs(starts, counts)
+
+    monkeypatch.setattr(cover, "runs", counted)
+    shape = (960, 2)
+    sides = [
+        [manifest(*(one(f"w.{at}", shape, rows(shape, *span)) for at in range(5))) for span in even(960, parts)]
+        for parts in (96, 80)
+    ]
+    assert len(plan(*sides).copies) == compared == 5 * (96 + 80 - 16)
 
 
 def test_equal_destinations_are_planned_once() -> None:

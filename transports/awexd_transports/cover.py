@@ -14,6 +14,8 @@ from awexd_transports.names import Bools, Ints
 
 CHUNK = 1 << 17
 """Pairs of a destination box and a source box that are looked at together: bounds memory."""
+FEW = 4
+"""So many source boxes of a name are all looked at."""
 _Parts = tuple[Ints, Ints, Ints, Ints]
 """Rows of sources and of destinations, and the offsets and shapes of what they share."""
 _Turn = tuple[int, bool, int]
@@ -37,6 +39,7 @@ class Cover:
         self.mismatched: dict[int, str] = {}
         wanted = self._wanted(wrong, followers)
         held, start, count = self._held(wanted)
+        start, count = _narrowed(joined, wanted, held, start, count)
         tangled = self._tangled(held)
         by_hand = tangled[joined.row_name[wanted]]
         parts = [*_intersections(joined, wanted[~by_hand], held, start[~by_hand], count[~by_hand])]
@@ -165,6 +168,35 @@ class Cover:
             ndim=joined.ndim[place],
             nbytes=shape.prod(axis=1) * joined.itemsize[place],
         )
+
+
+def _narrowed(joined: Joined, wanted: Ints, held: Ints, start: Ints, count: Ints) -> tuple[Ints, Ints]:
+    """Fewer source rows for each wanted one: where a name's boxes follow each other along a dimension, those in reach.
+
+    Without this, slices over many ranks would be compared each with each.
+    """
+    names, asked = joined.row_name[held], joined.row_name[wanted]
+    for dim in range(joined.dims):
+        rows = np.flatnonzero(count > FEW)
+        if not len(rows):
+            break
+        low, high = joined.offset[held, dim], joined.offset[held, dim] + joined.shape[held, dim]
+        span = int(high.max()) + 1
+        if len(joined.first) * span >= 1 << 62:
+            continue
+        follow = np.ones(len(joined.first), bool)
+        follow[names[1:][(names[1:] == names[:-1]) & (low[1:] < high[:-1])]] = False
+        rows = rows[follow[asked[rows]]]
+        # Names ascend, so one search serves them all; names whose boxes do not follow each other are never asked for.
+        first, last = (
+            joined.offset[wanted[rows], dim],
+            joined.offset[wanted[rows], dim] + joined.shape[wanted[rows], dim],
+        )
+        begin = np.searchsorted(names * span + high, asked[rows] * span + np.minimum(first, span - 1), side="right")
+        end = np.searchsorted(names * span + low, asked[rows] * span + np.minimum(last, span - 1), side="left")
+        start, count = start.copy(), count.copy()
+        start[rows], count[rows] = begin, np.maximum(end - begin, 0)
+    return start, count
 
 
 def _intersections(joined: Joined, wanted: Ints, held: Ints, start: Ints, count: Ints) -> Iterator[_Parts]:
