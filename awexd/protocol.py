@@ -188,9 +188,15 @@ OPERATIONS: dict[str, dict[str, Check]] = {
     },
     "write.ready": {},
     "write.reserve": {"set": _digest, "digest": _digest, "nbytes": _whole(0, 1 << 60)},
+    "write.slot": {},
+    "write.publish": {"step": _STEP, "set": _digest, "segment": _text, "checksums": _boolean},
     "write.begin": {"step": _STEP, "set": _digest},
     "write.seal": {**_ATTEMPTED, "checksums": _boolean},
-    "write.abort": {**_ATTEMPTED, "reason": lambda value: isinstance(value, str) and len(value) <= 4096},
+    "write.abort": {
+        **_ATTEMPTED,
+        "attempt": _optional(_ATTEMPT),
+        "reason": lambda value: isinstance(value, str) and len(value) <= 4096,
+    },
     "write.committed": _ATTEMPTED,
     # an inference process
     "read.sources": {"job": _text, "set": _optional(_digest)},

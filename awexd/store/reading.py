@@ -14,7 +14,7 @@ from awexd.store.model import (
     describe_keys,
     describe_ranks,
 )
-from awexd.store.writing import epoch_changed
+from awexd.store.registering import epoch_changed
 from awexd_transports.errors import EpochChanged, InvalidArgument, VersionConflict, VersionUnavailable
 
 
@@ -65,7 +65,7 @@ def siblings(job: Job, worker: Worker) -> Wait | list[str]:
     """The manifests of every worker of the engine, once all have registered."""
     engine = job.engines[worker.engine]
     if engine.absent:
-        return Wait(f"{job.name}: {describe_ranks(engine.absent)} of engine {engine.name} to register")
+        return Wait(job.name, f"{describe_ranks(engine.absent)} of engine {engine.name} to register")
     return [engine.workers[rank].digest for rank in range(engine.world_size)]
 
 
@@ -90,7 +90,7 @@ def choose(job: Job, worker: Worker, step: int | None, stage: bool) -> Wait | Ve
         return _of_round(job, engine, worker, current, step)
     if step is None:
         held = job.held()
-        return held[0] if held else Wait(f"{job.name}: its first committed version ({_trainer(job)})")
+        return held[0] if held else Wait(job.name, f"its first committed version ({_trainer(job)})")
     epochs = (job.epoch, worker.epoch)
     found = next((version for version in job.held() if version.key[1] == step and version.key[0] in epochs), None)
     if found is not None:
@@ -98,7 +98,7 @@ def choose(job: Job, worker: Worker, step: int | None, stage: bool) -> Wait | Ve
     _check_epoch(job, worker)
     if step <= job.high:
         raise VersionUnavailable(f"{job.name}: step {step} is not held any more; {job.describe_held()}", _held(job))
-    return Wait(f"{job.name}: step {step} of epoch {job.epoch} to be committed; {job.describe_held()}")
+    return Wait(job.name, f"step {step} of epoch {job.epoch} to be committed; {job.describe_held()}")
 
 
 def newest_since(job: Job, worker: Worker, step: int) -> Wait | VersionKey:
@@ -112,7 +112,7 @@ def newest_since(job: Job, worker: Worker, step: int) -> Wait | VersionKey:
         return held[0].key
     _check_epoch(job, worker)
     missing = job.describe_held() if held else _trainer(job)
-    return Wait(f"{job.name}: a version of step {step} or later ({missing})")
+    return Wait(job.name, f"a version of step {step} or later ({missing})")
 
 
 def open_round(engine: Engine, worker: Worker, key: VersionKey) -> list[str]:

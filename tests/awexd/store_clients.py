@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from awexd.store import Segment, Store, Version, Wait
 from awexd.store.ledger import Session
 from awexd.store.model import Job, Lease, SegmentState
-from awexd.store.writing import Begun, Shortfall
+from awexd.store.slots import Shortfall
+from awexd.store.writing import Begun
 
 JOB = "root/j"
 NBYTES = 4096
