@@ -12,6 +12,7 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice, takewhile
 
 from awexd.access import Peer
 from awexd.protocol import MAX_FDS, Decoder, Message, close_descriptors, encode
@@ -21,6 +22,8 @@ RECEIVE_BYTES = 64 << 10
 MAX_QUEUED_BYTES = 16 << 20
 """Replies that a client may leave unread before its connection is ended."""
 
+MAX_FRAMES = 64
+"""Frames that one call sends."""
 MAX_GROUPS = 256
 """Python reads socket options of at most 1,024 bytes; a process of more groups is taken by its user's."""
 
@@ -152,9 +155,9 @@ class Channel:
 
     def _flush(self) -> None:
         while self._outbox:
-            frame, fds = self._outbox[0]
+            frames, fds = self._next_out()
             try:
-                sent = socket.send_fds(self._sock, [frame], fds) if fds else self._sock.send(frame)
+                sent = socket.send_fds(self._sock, frames, fds) if fds else self._sock.sendmsg(frames)
             except (BlockingIOError, InterruptedError):
                 if not self._writing:
                     self._loop.add_writer(self._sock.fileno(), self._flush)
@@ -165,13 +168,23 @@ class Channel:
                 return
             close_descriptors(fds)
             self._queued -= sent
-            if sent < len(frame):
-                self._outbox[0] = (frame[sent:], [])
-            else:
+            for frame in frames:
+                if sent < len(frame):
+                    self._outbox[0] = (frame[sent:], [])
+                    break
+                sent -= len(frame)
                 self._outbox.popleft()
         if self._writing:
             self._loop.remove_writer(self._sock.fileno())
             self._writing = False
+
+    def _next_out(self) -> tuple[list[memoryview], list[int]]:
+        """What one call can send: a frame with its descriptors, or several without."""
+        frame, fds = self._outbox[0]
+        if fds or len(self._outbox) == 1:
+            return [frame], fds
+        plain = takewhile(lambda waiting: not waiting[1], islice(self._outbox, MAX_FRAMES))
+        return [waiting for waiting, _ in plain], []
 
     def _process_ended(self) -> None:
         if self._pidfd is not None:

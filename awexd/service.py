@@ -230,6 +230,13 @@ class Service:
         self.memory.clear(granted.id)
         return Reply({"segment": granted.id})
 
+    def _next_slot(self, session: Session) -> str | None:
+        granted = self.store.grant(session)
+        if not isinstance(granted, Segment):
+            return None
+        self.memory.clear(granted.id)
+        return granted.id
+
     def _write_begin(self, call: Call) -> Outcome:
         job, _ = self.store.writer_of(call.session)
         begun = self.store.begin(call.session, call.arguments["step"], call.arguments["set"])
@@ -253,7 +260,7 @@ class Service:
         return Reply({"committed": self.store.committed(call.session, epoch, step, attempt) is None})
 
     def _write_publish(self, call: Call) -> Reply | Wait:
-        """Begins and seals in one: the slot was granted before, and has been filled."""
+        """Begins and seals at once a slot that was granted and has been filled. Grants the next, if one is free."""
         job, _ = self.store.writer_of(call.session)
         step, set_digest, slot, checksums = (call.arguments[k] for k in ("step", "set", "segment", "checksums"))
         attempt = self.store.sealed_in(call.session, step, slot)
@@ -267,8 +274,10 @@ class Service:
             except AwexdError as error:
                 self.store.abort(call.session, step, attempt, error.message)
                 raise
+            self.settle()  # readers first
         committed = self.store.committed(call.session, job.epoch, step, attempt) is None
-        return Reply({"epoch": job.epoch, "attempt": attempt, "committed": committed})
+        following = self._next_slot(call.session)
+        return Reply({"epoch": job.epoch, "attempt": attempt, "committed": committed, "next": following})
 
     def _seal(
         self, call: Call, job: Job, segment: Segment, epoch: int, step: int, attempt: int, checksums: bool

@@ -27,7 +27,7 @@ from awexd.store.model import (
 from awexd.store.sessions import Sessions
 from awexd.store.slots import Shortfall
 from awexd.store.writing import Begun
-from awexd_transports.errors import AwexdError, VersionConflict, VersionUnavailable
+from awexd_transports.errors import AwexdError, EpochChanged, VersionConflict, VersionUnavailable
 
 
 class Resolved(NamedTuple):
@@ -140,6 +140,9 @@ class Store(Sessions):
             if isinstance(outcome, Begun):
                 self._next_attempt = max(self._next_attempt, outcome.attempt.number + 1)
             return outcome
+        except EpochChanged:
+            slots.give_up_slots(job, writer)
+            raise
         finally:
             # Waiters ask again at every change: one that changes nothing must not wake the others.
             if _open_slots(job) != before:
@@ -379,5 +382,6 @@ class Store(Sessions):
             self._free(job, granted)
 
 
-def _open_slots(job: Job) -> list[tuple[int, int, str]]:
-    return [(a.number, rank, segment) for a in job.attempts.values() for rank, segment in a.segments.items()]
+def _open_slots(job: Job) -> tuple[list[tuple[int, int, str]], int]:
+    begun = [(a.number, rank, segment) for a in job.attempts.values() for rank, segment in a.segments.items()]
+    return begun, sum(segment.state is SegmentState.FREE for segment in job.segments.values())

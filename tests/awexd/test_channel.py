@@ -4,7 +4,7 @@ import asyncio
 import os
 import select
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
@@ -21,10 +21,8 @@ class Pair:
         self.client.settimeout(10)
         self.channel = Channel(ours)
         self.arrived: asyncio.Queue[tuple[Message, list[int]]] = asyncio.Queue()
+        self.take: Callable[[Message, list[int]], None] = lambda *arrived: self.arrived.put_nowait(arrived)
         self.serving = asyncio.create_task(self.channel.serve(lambda *arrived: self.take(*arrived)))
-
-    def take(self, message: Message, fds: list[int]) -> None:
-        self.arrived.put_nowait((message, fds))
 
     async def close(self) -> None:
         self.channel.close()
@@ -172,7 +170,7 @@ async def test_answers_to_messages_that_came_together_leave_together(pair: Pair)
         pair.channel.send({"to": message["n"]})
         gone_early.append(bool(select.select([pair.client], [], [], 0)[0]))
 
-    pair.take = answer  # type: ignore[method-assign]
+    pair.take = answer
     pair.client.sendall(encode({"n": 1}) + encode({"n": 2}))
     data = await asyncio.to_thread(pair.client.recv, 100)
     assert data == encode({"to": 1}) + encode({"to": 2})
@@ -183,7 +181,7 @@ async def test_failure_of_who_takes_a_message_ends_the_connection_and_is_raised(
     def fail(message: Message, _: list[int]) -> None:
         raise ZeroDivisionError
 
-    pair.take = fail  # type: ignore[method-assign]
+    pair.take = fail
     pair.client.sendall(encode({"a": 1}))
     with pytest.raises(ZeroDivisionError):
         await pair.next()
