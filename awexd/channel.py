@@ -27,6 +27,7 @@ MAX_FRAMES = 64
 MAX_GROUPS = 256
 """Python reads socket options of at most 1,024 bytes; a process of more groups is taken by its user's."""
 
+_TRUNCATED, _CLOSED_BY_EXEC = int(socket.MSG_CTRUNC), int(socket.MSG_CMSG_CLOEXEC)  # as enumerations they are slow
 _SO_PEERGROUPS = 59
 """Linux 4.13; Python has no name for it."""
 _SO_PEERPIDFD = 77
@@ -126,7 +127,7 @@ class Channel:
 
     def _readable(self, take: Callable[[Message, list[int]], None]) -> None:
         try:
-            data, fds, flags, _ = socket.recv_fds(self._sock, RECEIVE_BYTES, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+            data, fds, flags, _ = socket.recv_fds(self._sock, RECEIVE_BYTES, MAX_FDS, _CLOSED_BY_EXEC)
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
@@ -138,7 +139,7 @@ class Channel:
             return
         self._held_back = True
         try:
-            if flags & socket.MSG_CTRUNC:
+            if flags & _TRUNCATED:
                 close_descriptors(fds)
                 raise ProtocolError(f"more than {MAX_FDS} descriptors on one message")
             for message, own in self._decoder.feed(data, fds):

@@ -135,15 +135,16 @@ class Service:
 
     def _carry_out(self) -> None:
         store = self.store
+        touched, store.touched = store.touched, set()
+        for name in touched:
+            self.changes.fire(name)  # first, since somebody waits for it
         for segment in store.to_clear:
-            self.memory.clear(segment.id)
+            if not segment.sealed:
+                self.memory.clear(segment.id)
         store.to_clear.clear()
         for segment in store.to_unlink:
             self.background.thread(self.memory.unlink, segment.id)
         store.to_unlink.clear()
-        touched, store.touched = store.touched, set()
-        for name in touched:
-            self.changes.fire(name)
 
     def end_session(self, session: Session, *, unmapped: bool, why: str) -> None:
         if session.writer:

@@ -108,16 +108,18 @@ class Ledger:
     def _settle(self, job: Job) -> None:
         """Retires versions beyond ``keep`` and frees what no lease holds."""
         self.touched.add(job.name)
-        for version in job.held()[max(job.keep, 1) :]:
-            version.retired = True
+        if len(job.versions) > max(job.keep, 1):
+            for version in job.held()[max(job.keep, 1) :]:
+                version.retired = True
         for version in [v for v in job.versions.values() if v.leaving and not v.leases]:
             del job.versions[version.key]
             for segment_id in version.segments:
                 self._free(job, job.segments[segment_id])
-        for segment in list(job.segments.values()):
-            if segment.state is SegmentState.FREE:
-                self._free(job, segment)
-        self._trim(job)
+        free = [segment for segment in job.segments.values() if segment.state is SegmentState.FREE]
+        for segment in free:
+            self._free(job, segment)
+        if free:
+            self._trim(job)
 
     def _trim(self, job: Job) -> None:
         """A lowered ``keep`` needs fewer slots."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from typing import NamedTuple, TypeVar
+
+from awexd_transports.layout import digest_of
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -22,14 +25,14 @@ REMEMBERED_SLOTS = 4096
 
 
 class Wait(NamedTuple):
-    """Not yet: ``what`` says who or what is waited for; ask again when that job has changed."""
+    """Not yet: ``what`` says who or what is waited for now; ask again when that job has changed."""
 
     job: str
-    what: str
+    what: Callable[[], str]
 
     @property
     def reason(self) -> str:
-        return f"{self.job}: {self.what}"
+        return f"{self.job}: {self.what()}"
 
 
 class SegmentState(StrEnum):
@@ -64,6 +67,11 @@ class Segment:
     users: set[str] = field(default_factory=set)
     unsafe: bool = False
     locked: bool = False
+
+    @property
+    def sealed(self) -> bool:
+        """Its header says so; a version's always does."""
+        return self.state is SegmentState.SEALED or self.state is SegmentState.HELD
 
     @property
     def writable(self) -> bool:
@@ -255,7 +263,12 @@ class Job:
 
     def held(self) -> list[Version]:
         """Versions a reader may ask for, newest first."""
-        return sorted((v for v in self.versions.values() if not v.leaving), key=lambda v: v.key, reverse=True)
+        return [self.versions[key] for key in sorted(self.versions, reverse=True) if not self.versions[key].leaving]
+
+    def held_of(self, epoch: int, step: int) -> Version | None:
+        """That version, if a reader may ask for it."""
+        version = self.versions.get((epoch, step))
+        return version if version is not None and not version.leaving else None
 
     def describe_held(self) -> str:
         return describe_keys(version.key for version in self.held())
@@ -268,6 +281,12 @@ def _remember(ended: OrderedDict[K, T], what: K, how: T, limit: int = REMEMBERED
     ended[what] = how
     while len(ended) > limit:
         ended.popitem(last=False)
+
+
+@lru_cache(maxsize=256)
+def set_digest_of(digests: tuple[str, ...]) -> str:
+    """The digest of a set of manifests; asked for with every step, and always the same."""
+    return digest_of(digests)
 
 
 def describe_keys(keys: Iterable[VersionKey]) -> str:

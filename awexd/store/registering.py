@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from awexd.store.model import Job, Rendezvous, Wait, Writer, describe_ranks
+from awexd.store.model import Job, Rendezvous, Wait, Writer, describe_ranks, set_digest_of
 from awexd.store.slots import Shortfall, abort, abort_unsealed, give_up_slots, shortfall_of
 from awexd_transports.errors import EpochChanged, InvalidArgument, VersionConflict
-from awexd_transports.layout import digest_of
 
 
 def register(job: Job, writer: Writer, world_size: int, epoch: int | str, keep: int, after: int | None = None) -> bool:
@@ -52,15 +51,22 @@ def register(job: Job, writer: Writer, world_size: int, epoch: int | str, keep: 
 def ready(job: Job, writer: Writer) -> Wait | str:
     """The digest of all ranks' manifests, once the epoch is open and every rank has registered."""
     if job.pending and job.pending.writers.get(writer.rank) is writer:
-        absent = describe_ranks(job.pending.absent)
-        return Wait(job.name, f"{absent} of the new epoch's {job.pending.world_size} to register{_hint(job)}")
+        return Wait(job.name, lambda: _awaited(job))
     check_current(job, writer)
     digests = present(job)
-    absent_ranks = [rank for rank in range(job.world_size) if rank not in digests]
-    if absent_ranks:
-        absent = describe_ranks(absent_ranks)
-        return Wait(job.name, f"{absent} of {job.world_size} to register in epoch {job.epoch}{_hint(job)}")
-    return digest_of(digests[rank] for rank in range(job.world_size))
+    absent = [rank for rank in range(job.world_size) if rank not in digests]
+    if absent:
+        return Wait(
+            job.name,
+            lambda: f"{describe_ranks(absent)} of {job.world_size} to register in epoch {job.epoch}{_hint(job)}",
+        )
+    return set_digest_of(tuple(digests[rank] for rank in range(job.world_size)))
+
+
+def _awaited(job: Job) -> str:
+    if job.pending is None:
+        return "its new epoch"
+    return f"{describe_ranks(job.pending.absent)} of the new epoch's {job.pending.world_size} to register{_hint(job)}"
 
 
 def _hint(job: Job) -> str:

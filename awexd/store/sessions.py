@@ -65,7 +65,7 @@ class Sessions(Ledger):
         for holder in holders:
             session = self.sessions.get(holder.session) if holder else None
             if session is not None and session.ending:
-                return Wait(job.name, f"the session of process {session.pid} that was rank {rank} to end")
+                return _end_of(session, job, rank)
         return None
 
     def _forget_unused(self, job: Job) -> None:
@@ -82,3 +82,7 @@ class Sessions(Ledger):
             name, known = session.worker
             if (name, known.engine, known.rank) != (job.name, *(worker or ("", -1))):
                 raise VersionConflict(f"this session reads {name} as rank {known.rank} of {known.engine} already")
+
+
+def _end_of(session: Session, job: Job, rank: int) -> Wait:
+    return Wait(job.name, lambda: f"the session of process {session.pid} that was rank {rank} to end")

@@ -32,7 +32,7 @@ def take(job: Job, writer: Writer) -> Segment | Shortfall | Wait:
         return Shortfall(writer.rank, writer.nbytes, missing)
     segment = next((s for s in job.slots(writer.rank) if s.state is SegmentState.FREE and _fits(s, writer)), None)
     if segment is None:
-        return Wait(job.name, _who_holds(job, writer))
+        return Wait(job.name, lambda: _who_holds(job, writer))
     segment.state, segment.digest, segment.checksums = SegmentState.GRANTED, writer.segment_digest, False
     segment.session = writer.session
     job.endings.taken(segment.id)

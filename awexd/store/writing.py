@@ -14,11 +14,11 @@ from awexd.store.model import (
     Wait,
     Writer,
     describe_ranks,
+    set_digest_of,
 )
 from awexd.store.registering import check_current, epoch_changed, ready
 from awexd.store.slots import Shortfall, abort, give_up_slot, granted_to, take
 from awexd_transports.errors import VersionConflict
-from awexd_transports.layout import digest_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def begin(
     _leave_other_steps(job, writer, step)
     attempt = job.attempts.get(step)
     if attempt and writer.rank in attempt.sealed:
-        rest = describe_ranks(set(range(job.world_size)) - attempt.sealed)
+        rest = _unsealed(job, attempt)
         raise VersionConflict(f"{job.name}: rank {writer.rank} has sealed step {step} already; {rest} to seal")
     segment = take(job, writer)
     if not isinstance(segment, Segment):
@@ -127,8 +127,7 @@ def committed(job: Job, epoch: int, step: int, attempt: int) -> Wait | None:
         return None
     current = job.attempts.get(step)
     if current is not None and current.number == attempt:
-        rest = set(range(job.world_size)) - current.sealed
-        return Wait(job.name, f"{describe_ranks(rest)} to seal step {step} of epoch {epoch}")
+        return Wait(job.name, lambda: f"{_unsealed(job, current)} to seal step {step} of epoch {epoch}")
     if epoch != job.epoch:
         raise epoch_changed(job, epoch)
     raise _attempt_over(job, step, attempt)
@@ -180,7 +179,7 @@ def _commit(job: Job, attempt: Attempt) -> Version:
         attempt=attempt.number,
         segments=tuple(segment.id for segment in segments),
         digests=digests,
-        set_digest=digest_of(digests),
+        set_digest=set_digest_of(digests),
         nbytes=sum(segment.nbytes for segment in segments),
     )
     job.versions[version.key] = version
@@ -199,6 +198,10 @@ def _attempt_over(job: Job, step: int, attempt: int) -> VersionConflict:
 def _is_committed(job: Job, key: VersionKey, attempt: int) -> bool:
     version = job.versions.get(key)
     return job.endings.committed(attempt, key) or (version is not None and version.attempt == attempt)
+
+
+def _unsealed(job: Job, attempt: Attempt) -> str:
+    return describe_ranks(set(range(job.world_size)) - attempt.sealed)
 
 
 def _check_granted(job: Job, writer: Writer, slot: str) -> None:

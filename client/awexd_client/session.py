@@ -31,6 +31,8 @@ ANSWER_GRACE_SECONDS = 2.0
 RECEIVE_BYTES = 64 << 10
 """Larger ones are mapped and unmapped again by malloc: 15 us a message."""
 
+_TRUNCATED, _CLOSED_BY_EXEC = int(socket.MSG_CTRUNC), int(socket.MSG_CMSG_CLOEXEC)  # as enumerations they are slow
+
 _connections: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
@@ -233,8 +235,8 @@ class Connection:
 
     def _receive(self) -> None:
         try:
-            data, fds, flags, _ = socket.recv_fds(self._sock, RECEIVE_BYTES, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
-            if flags & socket.MSG_CTRUNC:
+            data, fds, flags, _ = socket.recv_fds(self._sock, RECEIVE_BYTES, MAX_FDS, _CLOSED_BY_EXEC)
+            if flags & _TRUNCATED:
                 raise ProtocolError("descriptors were lost: too many on one message")
             if data:
                 self._inbox += self._decoder.feed(data, fds)
