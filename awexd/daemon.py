@@ -25,6 +25,7 @@ from awexd.channel import Channel
 from awexd.config import Settings
 from awexd.control import Control
 from awexd.conversation import Conversation
+from awexd.engines import Engines
 from awexd.journal import Journal
 from awexd.listener import listening
 from awexd.memory import Memory
@@ -34,6 +35,7 @@ from awexd.service import Service
 from awexd.store import Store
 from awexd.store.ledger import Session
 from awexd.systemd import Notifier, inherited_socket, keep_watchdog, watchdog_interval
+from awexd.trainers import Trainers
 from awexd_transports.errors import AccessDenied, AwexdError, ProtocolError
 
 HELLO_SECONDS = 10.0
@@ -125,8 +127,8 @@ class Daemon:
         self._service = Service(settings, self._store, memory, journal, background)
         self._session_ids = (f"s{n}" for n in itertools.count(1))
         self._sessions: dict[asyncio.Task[None], Channel] = {}
-        Report(self._service)
-        Control(self._service)
+        for operations in (Trainers, Engines, Report, Control):
+            operations(self._service)
 
     async def adopt(self) -> None:
         """Finds committed versions of the daemon before; returns when they are checked and can be served."""

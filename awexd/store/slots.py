@@ -41,7 +41,7 @@ def take(job: Job, writer: Writer) -> Segment | Shortfall | Wait:
 
 def granted_to(job: Job, writer: Writer) -> Segment | None:
     """The slot that this writer may fill before it says for which step."""
-    for segment in job.slots(writer.rank):
+    for segment in job.segments.values():
         if segment.state is SegmentState.GRANTED and segment.session == writer.session:
             return segment
     return None

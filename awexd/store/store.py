@@ -9,7 +9,7 @@ waiters must look again); the daemon drains them after each call. A method that 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from awexd.store import reading, registering, slots, writing
 from awexd.store.ledger import Session
@@ -27,7 +27,9 @@ from awexd.store.model import (
 from awexd.store.sessions import Sessions
 from awexd.store.slots import Shortfall
 from awexd.store.writing import Begun
-from awexd_transports.errors import AwexdError, EpochChanged, VersionConflict, VersionUnavailable
+from awexd_transports.errors import AwexdError, EpochChanged, VersionUnavailable
+
+B = TypeVar("B")
 
 
 class Resolved(NamedTuple):
@@ -117,36 +119,32 @@ class Store(Sessions):
     def begin(self, session: Session, step: int, set_digest: str) -> Begun | Shortfall | Wait:
         job, writer = self.writer_of(session)
         self._replace_unsafe_grant(job, writer)
-        return self._begin(job, writer, step, set_digest)
-
-    def begin_filled(self, session: Session, step: int, set_digest: str, slot: str) -> Begun | Wait:
-        """As ``begin``, with the granted slot, which has the step's bytes already."""
-        job, writer = self.writer_of(session)
-        outcome = self._begin(job, writer, step, set_digest, slot)
-        if isinstance(outcome, Shortfall):
-            raise VersionConflict(f"{job.name}: slot {slot} of rank {writer.rank} is gone", {"retry": True})
-        return outcome
-
-    def sealed_in(self, session: Session, step: int, slot: str) -> int | None:
-        job, writer = self.writer_of(session)
-        return writing.sealed_in(job, writer, step, slot)
-
-    def _begin(
-        self, job: Job, writer: Writer, step: int, set_digest: str, filled: str | None = None
-    ) -> Begun | Shortfall | Wait:
         before = _open_slots(job)
         try:
-            outcome = writing.begin(job, writer, step, set_digest, self._next_attempt, filled)
-            if isinstance(outcome, Begun):
-                self._next_attempt = max(self._next_attempt, outcome.attempt.number + 1)
-            return outcome
+            return self._numbered(writing.begin(job, writer, step, set_digest, self._next_attempt))
         except EpochChanged:
             slots.give_up_slots(job, writer)
+            self._settle(job)
             raise
         finally:
             # Waiters ask again at every change: one that changes nothing must not wake the others.
             if _open_slots(job) != before:
                 self._settle(job)
+
+    def begin_filled(self, session: Session, step: int, set_digest: str, slot: str) -> Begun | Wait:
+        """As ``begin``, with the granted slot, which has the step's bytes already."""
+        job, writer = self.writer_of(session)
+        try:
+            return self._numbered(writing.begin_filled(job, writer, step, set_digest, slot, self._next_attempt))
+        except AwexdError as error:
+            if isinstance(error, EpochChanged):
+                slots.give_up_slots(job, writer)
+            self._settle(job)
+            raise
+
+    def sealed_in(self, session: Session, step: int, slot: str) -> int | None:
+        job, writer = self.writer_of(session)
+        return writing.sealed_in(job, writer, step, slot)
 
     def check_seal(self, session: Session, epoch: int, step: int, attempt: int) -> Segment | None:
         """The segment to seal, None if that is done. On an error the slot is free again."""
@@ -351,6 +349,11 @@ class Store(Sessions):
 
     # internals
 
+    def _numbered(self, outcome: B) -> B:
+        if isinstance(outcome, Begun):
+            self._next_attempt = max(self._next_attempt, outcome.attempt.number + 1)
+        return outcome
+
     def _hold_round(self, job: Job, worker: Worker, version: Version, lease: Lease) -> None:
         engine = job.engines[worker.engine]
         fresh = worker.round not in engine.rounds
@@ -382,6 +385,5 @@ class Store(Sessions):
             self._free(job, granted)
 
 
-def _open_slots(job: Job) -> tuple[list[tuple[int, int, str]], int]:
-    begun = [(a.number, rank, segment) for a in job.attempts.values() for rank, segment in a.segments.items()]
-    return begun, sum(segment.state is SegmentState.FREE for segment in job.segments.values())
+def _open_slots(job: Job) -> list[tuple[int, int, str]]:
+    return [(a.number, rank, segment) for a in job.attempts.values() for rank, segment in a.segments.items()]

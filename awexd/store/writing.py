@@ -42,42 +42,37 @@ def grant(job: Job, writer: Writer) -> Segment | Shortfall | Wait:
     return take(job, writer)
 
 
-def begin(
-    job: Job, writer: Writer, step: int, set_digest: str, next_attempt: int, filled: str | None = None
-) -> Begun | Shortfall | Wait:
-    """A slot for this rank's part of ``step``. ``filled``: the slot granted before, which has the bytes already.
+def begin(job: Job, writer: Writer, step: int, set_digest: str, next_attempt: int) -> Begun | Shortfall | Wait:
+    """A slot for this rank's part of ``step``.
 
     Raises:
         EpochChanged: a newer epoch has been opened.
-        VersionConflict: a step that is not after the last, that this rank has sealed, or that another rank has passed;
-            or a filled slot that is not granted (any more).
+        VersionConflict: a step that is not after the last, that this rank has sealed, or that another rank has passed.
     """
-    now_ready = ready(job, writer)
-    if isinstance(now_ready, Wait):
-        return now_ready
-    if not set_digest == now_ready == writer.reserved:
-        raise VersionConflict(f"{job.name}: the ranks' manifests have changed", {"set_changed": True})
-    if step <= job.high:
-        raise VersionConflict(
-            f"{job.name}: step {step} is not after step {job.high} of epoch {job.epoch} ({job.describe_held()}); "
-            'a restarted trainer opens a new epoch: all of its ranks pass epoch="new"',
-            {"epoch": job.epoch, "high": job.high},
-        )
-    if filled is not None:
-        _check_granted(job, writer, filled)
+    waiting = _check_step(job, writer, step, set_digest)
+    if waiting is not None:
+        return waiting
     _leave_other_steps(job, writer, step)
-    attempt = job.attempts.get(step)
-    if attempt and writer.rank in attempt.sealed:
-        rest = _unsealed(job, attempt)
-        raise VersionConflict(f"{job.name}: rank {writer.rank} has sealed step {step} already; {rest} to seal")
+    _check_unsealed(job, writer, step)
     segment = take(job, writer)
-    if not isinstance(segment, Segment):
-        return segment
-    if attempt is None:
-        attempt = job.attempts[step] = Attempt(next_attempt, job.epoch, step)
-    segment.state = SegmentState.WRITING
-    attempt.segments[writer.rank], attempt.digests[writer.rank] = segment.id, writer.digest
-    return Begun(attempt, segment)
+    return _join(job, writer, step, segment, next_attempt) if isinstance(segment, Segment) else segment
+
+
+def begin_filled(job: Job, writer: Writer, step: int, set_digest: str, slot: str, next_attempt: int) -> Begun | Wait:
+    """As ``begin``, with the slot that was granted before and has the step's bytes already.
+
+    Raises:
+        EpochChanged, VersionConflict: as ``begin``; or the slot is not granted any more.
+    """
+    waiting = _check_step(job, writer, step, set_digest)
+    if waiting is not None:
+        return waiting
+    segment = granted_to(job, writer)
+    if segment is None or segment.id != slot:
+        raise _not_granted(job, writer, slot)
+    _leave_other_steps(job, writer, step)
+    _check_unsealed(job, writer, step)
+    return _join(job, writer, step, segment, next_attempt)
 
 
 def sealed_in(job: Job, writer: Writer, step: int, slot: str) -> int | None:
@@ -148,6 +143,47 @@ def withdraw_newer(job: Job, step: int) -> list[Version]:
     return newer
 
 
+def _check_step(job: Job, writer: Writer, step: int, set_digest: str) -> Wait | None:
+    now_ready = ready(job, writer)
+    if isinstance(now_ready, Wait):
+        return now_ready
+    if not set_digest == now_ready == writer.reserved:
+        raise VersionConflict(f"{job.name}: the ranks' manifests have changed", {"set_changed": True})
+    if step <= job.high:
+        raise VersionConflict(
+            f"{job.name}: step {step} is not after step {job.high} of epoch {job.epoch} ({job.describe_held()}); "
+            'a restarted trainer opens a new epoch: all of its ranks pass epoch="new"',
+            {"epoch": job.epoch, "high": job.high},
+        )
+    return None
+
+
+def _check_unsealed(job: Job, writer: Writer, step: int) -> None:
+    attempt = job.attempts.get(step)
+    if attempt and writer.rank in attempt.sealed:
+        rest = _unsealed(job, attempt)
+        raise VersionConflict(f"{job.name}: rank {writer.rank} has sealed step {step} already; {rest} to seal")
+
+
+def _join(job: Job, writer: Writer, step: int, segment: Segment, next_attempt: int) -> Begun:
+    attempt = job.attempts.get(step)
+    if attempt is None:
+        attempt = job.attempts[step] = Attempt(next_attempt, job.epoch, step)
+    segment.state = SegmentState.WRITING
+    attempt.segments[writer.rank], attempt.digests[writer.rank] = segment.id, writer.digest
+    return Begun(attempt, segment)
+
+
+def _not_granted(job: Job, writer: Writer, slot: str) -> VersionConflict:
+    # As for a seal: what went with a daemon may be written again unasked, what another rank aborted may not.
+    discarded = job.endings.why_discarded(slot)
+    why = discarded or "the daemon restarted meanwhile"
+    return VersionConflict(
+        f"{job.name}: the slot that rank {writer.rank} has filled is not its own any more: {why}; publish it again",
+        {"retry": discarded is None},
+    )
+
+
 def _leave_other_steps(job: Job, writer: Writer, step: int) -> None:
     this = job.attempts.get(step)
     sealed_this = this.sealed if this else set()
@@ -202,14 +238,3 @@ def _is_committed(job: Job, key: VersionKey, attempt: int) -> bool:
 
 def _unsealed(job: Job, attempt: Attempt) -> str:
     return describe_ranks(set(range(job.world_size)) - attempt.sealed)
-
-
-def _check_granted(job: Job, writer: Writer, slot: str) -> None:
-    granted = granted_to(job, writer)
-    if granted is None or granted.id != slot:
-        discarded = job.endings.why_discarded(slot)
-        why = discarded or "the daemon restarted meanwhile"
-        raise VersionConflict(
-            f"{job.name}: the slot that rank {writer.rank} has filled is not its own any more: {why}; publish it again",
-            {"retry": discarded is None},
-        )
