@@ -78,7 +78,8 @@ class Connection:
         self._decoder = Decoder()
         self._pending: dict[int, Asked] = {}
         self._sending = threading.Lock()
-        self._turn = threading.Condition()
+        self._turn = threading.RLock()
+        self._answered = threading.Condition(self._turn)
         self._reading = False
         self._over: AwexdError | None = None
         self._inbox: list[tuple[Message, list[int]]] = []
@@ -207,14 +208,14 @@ class Connection:
         while True:
             with self._turn:
                 while asked.reply is None and self._reading and not self._over:
-                    if not self._turn.wait(deadline - time.monotonic()):
+                    if not self._answered.wait(deadline - time.monotonic()):
                         break
                 if asked.reply is not None or self._over:
                     return
-                if late or self._reading:
-                    if time.monotonic() < deadline:
-                        continue
+                if (late or self._reading) and time.monotonic() >= deadline:
                     raise NoAnswer(f"{asked.operation}: the daemon at {self.path} gave no answer within {timeout:g} s")
+                if self._reading:
+                    continue
                 self._reading = True
             try:
                 late = not _ready(self._readable, deadline)
@@ -224,7 +225,7 @@ class Connection:
                 with self._turn:
                     self._reading = False
                     self._deliver()
-                    self._turn.notify_all()
+                    self._answered.notify_all()
                     if self._over:
                         self._release()
 
@@ -276,7 +277,8 @@ class Connection:
 
     def _forked(self) -> None:
         """In a forked child: the session is the parent's."""
-        self._turn, self._sending = threading.Condition(), threading.Lock()
+        self._turn, self._sending = threading.RLock(), threading.Lock()
+        self._answered = threading.Condition(self._turn)
         self._over = DaemonUnavailable("this client belongs to the parent process; make a new one after fork")
         self._pending.clear()
         self._sock.close()
