@@ -10,7 +10,7 @@ from awexd.background import Background, Signals
 from awexd.memory import Memory
 from awexd.store import Segment, Store
 from awexd.store.model import Job
-from awexd.store.writing import Shortfall, shortfall_of
+from awexd.store.slots import Shortfall, shortfall_of
 from awexd_transports.errors import BudgetExceeded, DeadlineExceeded, VersionConflict
 from awexd_transports.segment import HEADER_BYTES
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from typing import Any, ParamSpec
 
@@ -59,20 +58,22 @@ class Background:
         if self._threads:
             await asyncio.wait(list(self._threads))
 
-    def at(self, name: str, due: float | None, callback: Callable[[], None]) -> None:
-        """The timer of that name: calls back at ``due`` (monotonic seconds), replacing what was asked before."""
+    def by(self, name: str, due: float | None, callback: Callable[[], None]) -> None:
+        """The timer of that name: calls back at ``due`` (monotonic seconds), or earlier if that was asked before.
+
+        So what is put off again and again costs nothing; ``callback`` looks for itself what is due, and asks anew.
+        """
         known = self._timers.get(name)
+        if due is None or (known is not None and known[0] <= due):
+            return
         if known is not None:
-            if known[0] == due:
-                return
-            self._timers.pop(name)[1].cancel()
-        if due is not None:
+            known[1].cancel()
 
-            def fire() -> None:
-                self._timers.pop(name, None)
-                callback()
+        def fire() -> None:
+            self._timers.pop(name, None)
+            callback()
 
-            self._timers[name] = due, self._loop.call_later(max(0.0, due - time.monotonic()), fire)
+        self._timers[name] = due, self._loop.call_later(max(0.0, due - time.monotonic()), fire)
 
     def later(self, seconds: float, callback: Callable[[], None]) -> None:
         def fire() -> None:
@@ -92,19 +93,35 @@ class Background:
 
 
 class Signals:
-    """Wakes all who wait for a job to change."""
+    """Calls back, once and in the order they came, all who wait for something of that name to change."""
 
     def __init__(self) -> None:
-        self._waiting: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
+        self._waiting: dict[str, dict[Callable[[], None], None]] = {}
 
-    def next(self, name: str) -> asyncio.Future[None]:
-        """Done at the job's next change; a cancelled one is forgotten."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting[name].add(future)
-        future.add_done_callback(lambda done: self._waiting.get(name, set()).discard(done))
-        return future
+    def call(self, name: str, callback: Callable[[], None]) -> None:
+        self._waiting.setdefault(name, {})[callback] = None
+
+    def forget(self, name: str, callback: Callable[[], None]) -> None:
+        waiting = self._waiting.get(name)
+        if waiting is not None and callback in waiting:
+            del waiting[callback]
+            if not waiting:
+                del self._waiting[name]
+
+    async def next(self, name: str) -> None:
+        """Returns at the next change."""
+        changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def tell() -> None:
+            if not changed.done():
+                changed.set_result(None)
+
+        self.call(name, tell)
+        try:
+            await changed
+        finally:
+            self.forget(name, tell)
 
     def fire(self, name: str) -> None:
-        for future in self._waiting.pop(name, set()):
-            if not future.done():
-                future.set_result(None)
+        for callback in self._waiting.pop(name, {}):
+            callback()

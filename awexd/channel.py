@@ -11,7 +11,8 @@ import os
 import socket
 import struct
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import islice, takewhile
 
 from awexd.access import Peer
 from awexd.protocol import MAX_FDS, Decoder, Message, close_descriptors, encode
@@ -21,9 +22,12 @@ RECEIVE_BYTES = 64 << 10
 MAX_QUEUED_BYTES = 16 << 20
 """Replies that a client may leave unread before its connection is ended."""
 
+MAX_FRAMES = 64
+"""Frames that one call sends."""
 MAX_GROUPS = 256
 """Python reads socket options of at most 1,024 bytes; a process of more groups is taken by its user's."""
 
+_TRUNCATED, _CLOSED_BY_EXEC = int(socket.MSG_CTRUNC), int(socket.MSG_CMSG_CLOEXEC)  # as enumerations they are slow
 _SO_PEERGROUPS = 59
 """Linux 4.13; Python has no name for it."""
 _SO_PEERPIDFD = 77
@@ -38,17 +42,16 @@ class Channel:
         self._loop = asyncio.get_running_loop()
         self._sock = sock
         self._decoder = Decoder()
-        self._inbox: deque[tuple[Message, list[int]]] = deque()
         self._outbox: deque[tuple[memoryview, list[int]]] = deque()
         self._queued = 0
-        self._arrived = asyncio.Event()
+        self._held_back = self._writing = False
+        self._over = asyncio.Event()
         self._exit = asyncio.Event()
         self._ended: str | None = None
-        self._failure: ProtocolError | None = None
+        self._failure: Exception | None = None
         self._broken = False
         self.peer = _peer(sock)
         self._pidfd = _pidfd(sock, self.peer.pid)
-        self._loop.add_reader(sock.fileno(), self._readable)
         if self._pidfd is not None:
             self._loop.add_reader(self._pidfd, self._process_ended)
 
@@ -62,21 +65,21 @@ class Channel:
         """Why no more messages come; empty while they may."""
         return self._ended or ""
 
-    async def messages(self) -> AsyncIterator[tuple[Message, list[int]]]:
-        """Each message with its descriptors, the caller's to close, until the connection or the process ends.
+    async def serve(self, take: Callable[[Message, list[int]], None]) -> None:
+        """Hands over each message with its descriptors, ``take``'s to close, until the connection or the process ends.
+
+        ``take`` is called as soon as they arrive, by the loop itself. What it sends back on this channel leaves once
+        all that came together is taken.
 
         Raises:
             ProtocolError: the peer sent a malformed frame.
+            Exception: what ``take`` raised; it ends the connection.
         """
-        while True:
-            while self._inbox:
-                yield self._inbox.popleft()
-            if self._failure:
-                raise self._failure
-            if self._ended:
-                return
-            self._arrived.clear()
-            await self._arrived.wait()
+        if self._ended is None:
+            self._loop.add_reader(self._sock.fileno(), self._readable, take)
+        await self._over.wait()
+        if self._failure:
+            raise self._failure
 
     async def process_exit(self, within: float) -> bool:
         """Whether the process ends within that time; a dying process closes its sockets a moment before."""
@@ -103,7 +106,7 @@ class Channel:
             raise
         self._outbox.append((frame, list(fds)))
         self._queued += len(frame)
-        if len(self._outbox) == 1:
+        if not self._writing and (fds or not self._held_back):  # descriptors must not pile up here
             self._flush()
         if self._queued > MAX_QUEUED_BYTES:
             self._end("it left its replies unread")
@@ -117,15 +120,14 @@ class Channel:
             os.close(self._pidfd)
             self._pidfd = None
         self._decoder.close()
-        for _, fds in (*self._inbox, *self._outbox):
+        for _, fds in self._outbox:
             close_descriptors(fds)
-        self._inbox.clear()
         self._outbox.clear()
         self._sock.close()
 
-    def _readable(self) -> None:
+    def _readable(self, take: Callable[[Message, list[int]], None]) -> None:
         try:
-            data, fds, flags, _ = socket.recv_fds(self._sock, RECEIVE_BYTES, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+            data, fds, flags, _ = socket.recv_fds(self._sock, RECEIVE_BYTES, MAX_FDS, _CLOSED_BY_EXEC)
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
@@ -135,34 +137,55 @@ class Channel:
             close_descriptors(fds)
             self._end("its connection was closed")
             return
+        self._held_back = True
         try:
-            if flags & socket.MSG_CTRUNC:
+            if flags & _TRUNCATED:
                 close_descriptors(fds)
                 raise ProtocolError(f"more than {MAX_FDS} descriptors on one message")
-            self._inbox.extend(self._decoder.feed(data, fds))
+            for message, own in self._decoder.feed(data, fds):
+                take(message, own)
         except ProtocolError as error:
             self._failure = error
             self._end(f"it broke the protocol: {error}", broken=False)  # it can still be told
-        self._arrived.set()
+        except Exception as error:  # noqa: BLE001 - raised by serve: it ends this session, never the daemon
+            self._failure = error
+            self._end("its request failed", broken=False)
+        self._held_back = False
+        if self._outbox and not self._writing:
+            self._flush()
 
     def _flush(self) -> None:
         while self._outbox:
-            frame, fds = self._outbox[0]
+            frames, fds = self._next_out()
             try:
-                sent = socket.send_fds(self._sock, [frame], fds) if fds else self._sock.send(frame)
+                sent = socket.send_fds(self._sock, frames, fds) if fds else self._sock.sendmsg(frames)
             except (BlockingIOError, InterruptedError):
-                self._loop.add_writer(self._sock.fileno(), self._flush)
+                if not self._writing:
+                    self._loop.add_writer(self._sock.fileno(), self._flush)
+                    self._writing = True
                 return
             except OSError as error:
                 self._end(f"its connection failed: {error.strerror}")
                 return
             close_descriptors(fds)
             self._queued -= sent
-            if sent < len(frame):
-                self._outbox[0] = (frame[sent:], [])
-            else:
+            for frame in frames:
+                if sent < len(frame):
+                    self._outbox[0] = (frame[sent:], [])
+                    break
+                sent -= len(frame)
                 self._outbox.popleft()
-        self._loop.remove_writer(self._sock.fileno())
+        if self._writing:
+            self._loop.remove_writer(self._sock.fileno())
+            self._writing = False
+
+    def _next_out(self) -> tuple[list[memoryview], list[int]]:
+        """What one call can send: a frame with its descriptors, or several without."""
+        frame, fds = self._outbox[0]
+        if fds or len(self._outbox) == 1:
+            return [frame], fds
+        plain = takewhile(lambda waiting: not waiting[1], islice(self._outbox, MAX_FRAMES))
+        return [waiting for waiting, _ in plain], []
 
     def _process_ended(self) -> None:
         if self._pidfd is not None:
@@ -175,7 +198,7 @@ class Channel:
         if self._ended is None:
             self._ended = why
             self._loop.remove_reader(self._sock.fileno())
-        self._arrived.set()
+        self._over.set()
 
 
 def _peer(sock: socket.socket) -> Peer:

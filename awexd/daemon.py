@@ -17,29 +17,30 @@ from collections.abc import MutableMapping
 import uvloop
 
 from awexd import __version__
+from awexd.access import Peer
 from awexd.adoption import adopt
 from awexd.background import Background
 from awexd.budget import Budget
 from awexd.channel import Channel
 from awexd.config import Settings
 from awexd.control import Control
+from awexd.conversation import Conversation
+from awexd.engines import Engines
 from awexd.journal import Journal
 from awexd.listener import listening
 from awexd.memory import Memory
-from awexd.protocol import MAX_FDS, Message, check_hello, close_descriptors, error_reply, hello, parse_request
+from awexd.protocol import Message, check_hello, hello
 from awexd.report import Report
-from awexd.service import Call, Reply, Service, invalid_request
+from awexd.service import Service
 from awexd.store import Store
 from awexd.store.ledger import Session
 from awexd.systemd import Notifier, inherited_socket, keep_watchdog, watchdog_interval
+from awexd.trainers import Trainers
 from awexd_transports.errors import AccessDenied, AwexdError, ProtocolError
 
 HELLO_SECONDS = 10.0
 EXIT_GRACE_SECONDS = 0.2
 """How long a closed connection's process is given to be seen dead: sockets close a moment before a process ends."""
-MAX_OPEN_REQUESTS = 256
-MAX_DROPS = MAX_FDS
-"""Segments to unmap that one reply names: the client gives them back in one request."""
 ACCEPT_RETRY_SECONDS = 0.5
 
 _log = logging.getLogger(__name__)
@@ -126,8 +127,8 @@ class Daemon:
         self._service = Service(settings, self._store, memory, journal, background)
         self._session_ids = (f"s{n}" for n in itertools.count(1))
         self._sessions: dict[asyncio.Task[None], Channel] = {}
-        Report(self._service)
-        Control(self._service)
+        for operations in (Trainers, Engines, Report, Control):
+            operations(self._service)
 
     async def adopt(self) -> None:
         """Finds committed versions of the daemon before; returns when they are checked and can be served."""
@@ -135,6 +136,7 @@ class Daemon:
         manifests = await self._service.shelf.load()
         await asyncio.to_thread(adopt, self._store, self._memory, jobs, manifests, time.monotonic())
         self._service.settle()
+        self._service.watch_idle()
 
     def summary(self) -> str:
         """One line for systemd's status and the log."""
@@ -173,26 +175,9 @@ class Daemon:
     async def _session(self, channel: Channel) -> None:
         peer = channel.peer
         session = Session(next(self._session_ids), peer.pid, peer.uid)
-        said_goodbye = asyncio.Event()
         try:
-            await self._greet(channel, session)
-            self._store.open_session(session)
-            try:
-                async with asyncio.TaskGroup() as requests:
-                    open_requests: set[asyncio.Task[None]] = set()
-                    async for message, fds in channel.messages():
-                        if len(open_requests) >= MAX_OPEN_REQUESTS or len(fds) > 1:
-                            close_descriptors(fds)
-                            raise ProtocolError(f"over {MAX_OPEN_REQUESTS} requests, or one descriptor on a request")
-                        task = requests.create_task(self._request(channel, session, message, fds, said_goodbye))
-                        open_requests.add(task)
-                        task.add_done_callback(open_requests.discard)
-                    raise _Over
-            finally:
-                session.ending = True
-                exited = channel.exited or (not said_goodbye.is_set() and await self._exits(channel))
-                unmapped = exited or said_goodbye.is_set()
-                self._service.end_session(session, unmapped=unmapped, why=channel.ended or "the daemon is stopping")
+            async with asyncio.timeout(HELLO_SECONDS) as patience:
+                await self._converse(channel, session, patience)
         except* _Over:
             pass
         except* (AwexdError, TimeoutError) as failed:
@@ -205,6 +190,35 @@ class Daemon:
         finally:
             channel.close()
 
+    async def _converse(self, channel: Channel, session: Session, patience: asyncio.Timeout) -> None:
+        """Greets and answers until the connection ends; ``patience`` ends with the greeting."""
+
+        def greet(message: Message) -> None:
+            check_hello(message)
+            self._check_served(channel.peer)
+            patience.reschedule(None)
+            self._store.open_session(session)
+            channel.send(hello(__version__, session=session.id, boot=self._boot, pid=os.getpid()))
+
+        said_goodbye = False
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                conversation = Conversation(self._service, channel, session, tasks, greet)
+                try:
+                    await channel.serve(conversation.take)
+                finally:
+                    said_goodbye = conversation.said_goodbye
+                    conversation.close()
+                if session.id not in self._store.sessions:
+                    raise ProtocolError("the connection ended before its hello")
+                raise _Over
+        finally:
+            if session.id in self._store.sessions:
+                session.ending = True
+                exited = channel.exited or (not said_goodbye and await self._exits(channel))
+                why = channel.ended or "the daemon is stopping"
+                self._service.end_session(session, unmapped=exited or said_goodbye, why=why)
+
     async def _exits(self, channel: Channel) -> bool:
         """Shielded from the daemon's own stop, which is no reason to take a living process for a dead one."""
         try:
@@ -212,56 +226,7 @@ class Daemon:
         except asyncio.CancelledError:
             return channel.exited
 
-    async def _greet(self, channel: Channel, session: Session) -> None:
-        async with asyncio.timeout(HELLO_SECONDS):
-            async for message, fds in channel.messages():
-                for fd in fds:
-                    os.close(fd)
-                check_hello(message)
-                break
-            else:
-                raise ProtocolError("the connection ended before its hello")
-        uids, gids, peer = self._settings.allow_uids, self._settings.allow_gids, channel.peer
+    def _check_served(self, peer: Peer) -> None:
+        uids, gids = self._settings.allow_uids, self._settings.allow_gids
         if (uids or gids) and not (peer.admin or peer.uid in uids or peer.groups & set(gids)):
             raise AccessDenied(f"uid {peer.uid} is not among those whom this daemon serves (allow_uids, allow_gids)")
-        channel.send(hello(__version__, session=session.id, boot=self._boot, pid=os.getpid()))
-
-    async def _request(
-        self, channel: Channel, session: Session, message: Message, fds: list[int], said_goodbye: asyncio.Event
-    ) -> None:
-        loop = asyncio.get_running_loop()
-        named: int | None = None
-        try:
-            request_id, operation, arguments, seconds = parse_request(message)
-            named = request_id
-            if said_goodbye.is_set():
-                raise ProtocolError("a request after goodbye")
-            if operation == "goodbye":
-                said_goodbye.set()
-                channel.send({"id": request_id, "ok": {}})
-                return
-            call = Call(session, channel.peer, arguments, fds, loop.time() + seconds)
-            reply = await self._answer(operation, call)
-            channel.send(_with_drops({"id": request_id, "ok": reply.result}, session), reply.fds)
-        except AwexdError as error:
-            named = invalid_request(error) if named is None else named
-            if named is None or (isinstance(error, ProtocolError) and said_goodbye.is_set()):
-                raise
-            channel.send(_with_drops(error_reply(named, error), session))
-        finally:
-            close_descriptors(fds)
-
-    async def _answer(self, operation: str, call: Call) -> Reply:
-        try:
-            return await self._service.answer(operation, call)
-        except AwexdError:
-            raise
-        except Exception as error:
-            _log.exception("%s failed for process %d", operation, call.peer.pid)
-            raise AwexdError(f"{operation} failed inside the daemon: {type(error).__name__}; see its log") from error
-
-
-def _with_drops(reply: Message, session: Session) -> Message:
-    if session.to_drop:
-        reply["drop"] = sorted(session.to_drop)[:MAX_DROPS]
-    return reply

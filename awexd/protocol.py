@@ -7,6 +7,7 @@ first byte (SCM_RIGHTS) and are counted in the object's ``fds``. Any malformed f
 from __future__ import annotations
 
 import os
+import re
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -152,7 +153,7 @@ def _numbers(value: Any) -> bool:
 
 
 def _digest(value: Any) -> bool:
-    return isinstance(value, str) and len(value) == 64 and all(c in "0123456789abcdef" for c in value)
+    return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
 
 
 def _epoch(value: Any) -> bool:
@@ -171,6 +172,7 @@ def _optional(check: Check) -> Check:
     return lambda value: value is None or check(value)
 
 
+_DIGEST = re.compile("[0-9a-f]{64}")
 _STEP = _whole(0, MAX_STEP)
 _ATTEMPT = _whole(1, MAX_STEP)
 _RANKS = {"rank": _whole(0, MAX_WORLD_SIZE - 1), "world_size": _whole(1, MAX_WORLD_SIZE)}
@@ -188,9 +190,15 @@ OPERATIONS: dict[str, dict[str, Check]] = {
     },
     "write.ready": {},
     "write.reserve": {"set": _digest, "digest": _digest, "nbytes": _whole(0, 1 << 60)},
+    "write.slot": {},
+    "write.publish": {"step": _STEP, "set": _digest, "segment": _text, "checksums": _boolean},
     "write.begin": {"step": _STEP, "set": _digest},
     "write.seal": {**_ATTEMPTED, "checksums": _boolean},
-    "write.abort": {**_ATTEMPTED, "reason": lambda value: isinstance(value, str) and len(value) <= 4096},
+    "write.abort": {
+        **_ATTEMPTED,
+        "attempt": _optional(_ATTEMPT),
+        "reason": lambda value: isinstance(value, str) and len(value) <= 4096,
+    },
     "write.committed": _ATTEMPTED,
     # an inference process
     "read.sources": {"job": _text, "set": _optional(_digest)},

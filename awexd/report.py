@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from typing import Any
 
 from awexd import __version__, access
@@ -20,7 +21,7 @@ class Report:
         self._started = time.time()
         service.add({"status": self._status, "versions": self._versions, "sessions": self._sessions})
 
-    async def _status(self, call: Call) -> Reply:
+    def _status(self, call: Call) -> Reply:
         memory, store = self._service.memory, self._service.store
         return Reply(
             {
@@ -40,7 +41,7 @@ class Report:
             }
         )
 
-    async def _versions(self, call: Call) -> Reply:
+    def _versions(self, call: Call) -> Reply:
         wanted = call.arguments["job"]
         name = access.qualify(wanted, call.peer) if wanted else None
         if name:
@@ -65,7 +66,7 @@ class Report:
         ]
         return Reply({"versions": rows})
 
-    async def _sessions(self, call: Call) -> Reply:
+    def _sessions(self, call: Call) -> Reply:
         rows = []
         for session in self._service.store.sessions.values():
             role = session.writer or session.worker
@@ -107,13 +108,18 @@ def _job(job: Job) -> dict[str, Any]:
             {"step": step, "sealed": sorted(attempt.sealed), "ranks": sorted(attempt.segments)}
             for step, attempt in sorted(job.attempts.items())
         ],
-        "segments": {
-            state.value: sum(segment.state is state for segment in job.segments.values()) for state in SegmentState
-        },
+        "segments": _segments(job),
         "bytes": sum(segment.nbytes for segment in job.segments.values()),
         "locked": all(segment.locked for segment in job.segments.values()),
         "engines": [_engine(engine) for engine in job.engines.values()],
     }
+
+
+def _segments(job: Job) -> dict[str, int]:
+    """How many of each state. One that is granted has nothing of a version yet: it counts as free."""
+    states = Counter(segment.state for segment in job.segments.values())
+    states[SegmentState.FREE] += states.pop(SegmentState.GRANTED, 0)
+    return {state.value: states[state] for state in SegmentState if state is not SegmentState.GRANTED}
 
 
 def _engine(engine: Engine) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -42,6 +43,7 @@ class Ledger:
         self.to_unlink: list[Segment] = []
         self.to_clear: list[Segment] = []
         self.touched: set[str] = set()
+        self._expiry: float | None = None
         self._next_attempt = first_attempt
         self._ids = itertools.count(1)
 
@@ -76,6 +78,7 @@ class Ledger:
         lease = Lease(f"l{next(self._ids)}", job.name, version.key, session, expires, stage)
         self.leases[lease.id] = lease
         version.leases.add(lease.id)
+        self._expiry = expires if self._expiry is None else min(self._expiry, expires)
         return lease
 
     def _withdrawn(self, job: Job) -> None:
@@ -92,40 +95,41 @@ class Ledger:
         self.touched.add(job.name)
 
     def _end_leases(self, ids: Iterable[str]) -> None:
-        for lease_id in ids:
-            lease = self.leases.get(lease_id)
-            if lease is not None:
-                self._forget_lease(lease)
-
-    def _forget_lease(self, lease: Lease) -> None:
-        del self.leases[lease.id]
-        job = self.jobs[lease.job]
-        if lease.key in job.versions:
-            job.versions[lease.key].leases.discard(lease.id)
-        if lease.session in self.sessions:
-            self.sessions[lease.session].leases.discard(lease.id)
-        self._settle(job)
+        ended = [lease for lease_id in ids if (lease := self.leases.pop(lease_id, None)) is not None]
+        for lease in ended:
+            job = self.jobs[lease.job]
+            if lease.key in job.versions:
+                job.versions[lease.key].leases.discard(lease.id)
+            if lease.session in self.sessions:
+                self.sessions[lease.session].leases.discard(lease.id)
+        for name in {lease.job for lease in ended}:
+            self._settle(self.jobs[name])
 
     def _settle(self, job: Job) -> None:
         """Retires versions beyond ``keep`` and frees what no lease holds."""
         self.touched.add(job.name)
-        for version in job.held()[max(job.keep, 1) :]:
-            version.retired = True
+        if len(job.versions) > max(job.keep, 1):
+            for version in job.held()[max(job.keep, 1) :]:
+                version.retired = True
         for version in [v for v in job.versions.values() if v.leaving and not v.leases]:
             del job.versions[version.key]
             for segment_id in version.segments:
                 self._free(job, job.segments[segment_id])
-        for segment in list(job.segments.values()):
-            if segment.state is SegmentState.FREE:
-                self._free(job, segment)
-        self._trim(job)
+        free = [segment for segment in job.segments.values() if segment.state is SegmentState.FREE]
+        for segment in free:
+            self._free(job, segment)
+        if free:
+            self._trim(job)
 
     def _trim(self, job: Job) -> None:
         """A lowered ``keep`` needs fewer slots."""
-        for writer in job.writers.values():
-            fitting = [segment for segment in job.slots(writer.rank) if segment.nbytes == writer.nbytes]
-            free = [segment for segment in fitting if segment.state is SegmentState.FREE]
-            for segment in free[: max(0, len(fitting) - job.keep - 1)]:
+        slots = Counter((segment.rank, segment.nbytes) for segment in job.segments.values())
+        for segment in list(job.segments.values()):
+            alike = (segment.rank, segment.nbytes)
+            writer = job.writers.get(segment.rank)
+            fits = writer is not None and writer.nbytes == segment.nbytes
+            if fits and segment.state is SegmentState.FREE and slots[alike] > job.keep + 1:
+                slots[alike] -= 1
                 self._unlink(job, segment)
 
     def _free(self, job: Job, segment: Segment) -> None:

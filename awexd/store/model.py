@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
+from awexd_transports.layout import digest_of
+
+K = TypeVar("K")
 T = TypeVar("T")
 
 VersionKey = tuple[int, int]
@@ -17,16 +21,23 @@ MAX_OPEN_ROUNDS = 64
 """Rounds that an engine may have open; a worker further behind joins the newest."""
 REMEMBERED_ATTEMPTS = 256
 """Ended attempts of which a job remembers how they ended, for a client that asks again after a lost reply."""
+REMEMBERED_SLOTS = 4096
 
 
 class Wait(NamedTuple):
-    """Not yet: ``reason`` says who or what is waited for; ask again when the job has changed."""
+    """Not yet: ``what`` says who or what is waited for now; ask again when that job has changed."""
 
-    reason: str
+    job: str
+    what: Callable[[], str]
+
+    @property
+    def reason(self) -> str:
+        return f"{self.job}: {self.what()}"
 
 
 class SegmentState(StrEnum):
     FREE = "free"
+    GRANTED = "granted"
     WRITING = "writing"
     SEALED = "sealed"
     HELD = "held"
@@ -35,6 +46,8 @@ class SegmentState(StrEnum):
 @dataclass(slots=True)
 class Segment:
     """One rank's slot of shared memory; its bytes follow the manifest ``digest`` unless it is free.
+
+    A granted slot is its writer's to fill, for a step that it will name when it has.
 
     Attributes:
         nbytes: room for data and checksums, header not counted.
@@ -54,6 +67,16 @@ class Segment:
     users: set[str] = field(default_factory=set)
     unsafe: bool = False
     locked: bool = False
+
+    @property
+    def sealed(self) -> bool:
+        """Its header says so; a version's always does."""
+        return self.state is SegmentState.SEALED or self.state is SegmentState.HELD
+
+    @property
+    def writable(self) -> bool:
+        """Its writer may be writing into it."""
+        return self.state is SegmentState.WRITING or self.state is SegmentState.GRANTED
 
 
 @dataclass(slots=True)
@@ -179,23 +202,34 @@ class Engine:
 
 
 class Endings:
-    """How recent attempts ended: by a commit, or why not. Many aborts do not make it forget a commit."""
+    """How recent attempts ended, and what became of their slots. Many aborts do not make it forget a commit."""
 
     def __init__(self) -> None:
         self._commits: OrderedDict[int, VersionKey] = OrderedDict()
         self._aborts: OrderedDict[int, str] = OrderedDict()
+        self._discarded: OrderedDict[str, str] = OrderedDict()
 
     def commit(self, attempt: int, key: VersionKey) -> None:
         _remember(self._commits, attempt, key)
 
-    def abort(self, attempt: int, why: str) -> None:
+    def abort(self, attempt: int, why: str, slots: Iterable[str]) -> None:
         _remember(self._aborts, attempt, why)
+        for slot in slots:
+            _remember(self._discarded, slot, why, REMEMBERED_SLOTS)
+
+    def taken(self, slot: str) -> None:
+        """It has a new life: what became of its bytes before is no answer any more."""
+        self._discarded.pop(slot, None)
 
     def committed(self, attempt: int, key: VersionKey) -> bool:
         return self._commits.get(attempt) == key
 
     def why_aborted(self, attempt: int) -> str | None:
         return self._aborts.get(attempt)
+
+    def why_discarded(self, slot: str) -> str | None:
+        """Why the attempt ended that this slot was last written for, if that was an abort."""
+        return self._discarded.get(slot)
 
 
 @dataclass
@@ -229,7 +263,12 @@ class Job:
 
     def held(self) -> list[Version]:
         """Versions a reader may ask for, newest first."""
-        return sorted((v for v in self.versions.values() if not v.leaving), key=lambda v: v.key, reverse=True)
+        return [self.versions[key] for key in sorted(self.versions, reverse=True) if not self.versions[key].leaving]
+
+    def held_of(self, epoch: int, step: int) -> Version | None:
+        """That version, if a reader may ask for it."""
+        version = self.versions.get((epoch, step))
+        return version if version is not None and not version.leaving else None
 
     def describe_held(self) -> str:
         return describe_keys(version.key for version in self.held())
@@ -238,10 +277,16 @@ class Job:
         return [segment for segment in self.segments.values() if segment.rank == rank]
 
 
-def _remember(ended: OrderedDict[int, T], attempt: int, how: T) -> None:
-    ended[attempt] = how
-    while len(ended) > REMEMBERED_ATTEMPTS:
+def _remember(ended: OrderedDict[K, T], what: K, how: T, limit: int = REMEMBERED_ATTEMPTS) -> None:
+    ended[what] = how
+    while len(ended) > limit:
         ended.popitem(last=False)
+
+
+@lru_cache(maxsize=256)
+def set_digest_of(digests: tuple[str, ...]) -> str:
+    """The digest of a set of manifests; asked for with every step, and always the same."""
+    return digest_of(digests)
 
 
 def describe_keys(keys: Iterable[VersionKey]) -> str:

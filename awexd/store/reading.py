@@ -14,7 +14,7 @@ from awexd.store.model import (
     describe_keys,
     describe_ranks,
 )
-from awexd.store.writing import epoch_changed
+from awexd.store.registering import epoch_changed
 from awexd_transports.errors import EpochChanged, InvalidArgument, VersionConflict, VersionUnavailable
 
 
@@ -65,7 +65,7 @@ def siblings(job: Job, worker: Worker) -> Wait | list[str]:
     """The manifests of every worker of the engine, once all have registered."""
     engine = job.engines[worker.engine]
     if engine.absent:
-        return Wait(f"{job.name}: {describe_ranks(engine.absent)} of engine {engine.name} to register")
+        return Wait(job.name, lambda: f"{describe_ranks(engine.absent)} of engine {engine.name} to register")
     return [engine.workers[rank].digest for rank in range(engine.world_size)]
 
 
@@ -90,15 +90,14 @@ def choose(job: Job, worker: Worker, step: int | None, stage: bool) -> Wait | Ve
         return _of_round(job, engine, worker, current, step)
     if step is None:
         held = job.held()
-        return held[0] if held else Wait(f"{job.name}: its first committed version ({_trainer(job)})")
-    epochs = (job.epoch, worker.epoch)
-    found = next((version for version in job.held() if version.key[1] == step and version.key[0] in epochs), None)
+        return held[0] if held else Wait(job.name, lambda: f"its first committed version ({_trainer(job)})")
+    found = job.held_of(job.epoch, step) or job.held_of(worker.epoch, step)
     if found is not None:
         return found
     _check_epoch(job, worker)
     if step <= job.high:
         raise VersionUnavailable(f"{job.name}: step {step} is not held any more; {job.describe_held()}", _held(job))
-    return Wait(f"{job.name}: step {step} of epoch {job.epoch} to be committed; {job.describe_held()}")
+    return Wait(job.name, lambda: f"step {step} of epoch {job.epoch} to be committed; {job.describe_held()}")
 
 
 def newest_since(job: Job, worker: Worker, step: int) -> Wait | VersionKey:
@@ -111,8 +110,7 @@ def newest_since(job: Job, worker: Worker, step: int) -> Wait | VersionKey:
     if held and held[0].key[0] in (worker.epoch, job.epoch) and held[0].key[1] >= step:
         return held[0].key
     _check_epoch(job, worker)
-    missing = job.describe_held() if held else _trainer(job)
-    return Wait(f"{job.name}: a version of step {step} or later ({missing})")
+    return Wait(job.name, lambda: f"a version of step {step} or later ({_newest(job)})")
 
 
 def open_round(engine: Engine, worker: Worker, key: VersionKey) -> list[str]:
@@ -211,6 +209,10 @@ def _round_to_join(engine: Engine, rank: int) -> int:
 def _may_skip(current: Round, rank: int, step: int | None) -> bool:
     later = step is not None and step > current.key[1]
     return later and rank in current.failed and not current.active - {rank}
+
+
+def _newest(job: Job) -> str:
+    return job.describe_held() if job.held() else _trainer(job)
 
 
 def _trainer(job: Job) -> str:

@@ -9,10 +9,10 @@ waiters must look again); the daemon drains them after each call. A method that 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from awexd.store import reading, writing
-from awexd.store.ledger import Ledger, Session
+from awexd.store import reading, registering, slots, writing
+from awexd.store.ledger import Session
 from awexd.store.model import (
     Job,
     Lease,
@@ -24,8 +24,12 @@ from awexd.store.model import (
     Worker,
     Writer,
 )
-from awexd.store.writing import Begun, Shortfall
-from awexd_transports.errors import AwexdError, VersionConflict, VersionUnavailable
+from awexd.store.sessions import Sessions
+from awexd.store.slots import Shortfall
+from awexd.store.writing import Begun
+from awexd_transports.errors import AwexdError, EpochChanged, VersionUnavailable
+
+B = TypeVar("B")
 
 
 class Resolved(NamedTuple):
@@ -35,65 +39,8 @@ class Resolved(NamedTuple):
     lease: Lease
 
 
-class Store(Ledger):
+class Store(Sessions):
     """The operations of writers, workers and commands on the ledger."""
-
-    # sessions
-
-    def open_session(self, session: Session) -> None:
-        self.sessions[session.id] = session
-
-    def end_session(self, session_id: str, *, unmapped: bool, why: str, now: float) -> None:
-        """Ends a session, releasing all it has. ``unmapped``: it said goodbye, or its process has exited."""
-        session = self.sessions.pop(session_id)
-        jobs = self._jobs_of(session)
-        if session.writer:
-            job, writer = self.jobs[session.writer[0]], session.writer[1]
-            writing.leave(job, writer, f"{why} (rank {writer.rank}, process {session.pid})")
-            for segment in job.slots(writer.rank):
-                if segment.state is SegmentState.FREE and job.writers.get(writer.rank) is None:
-                    self._unlink(job, segment)
-        if session.worker:
-            job, worker = self.jobs[session.worker[0]], session.worker[1]
-            engine = job.engines.get(worker.engine)
-            if engine is not None:
-                self._end_leases(reading.leave(engine, worker))
-                if not engine.workers:
-                    del job.engines[engine.name]
-        self._end_leases(set(session.leases))
-        for job in self.jobs.values():
-            for segment in job.segments.values():
-                if session_id in segment.users:
-                    segment.users.discard(session_id)
-                    segment.unsafe = segment.unsafe or not unmapped
-        for job in jobs:
-            self._settle(job)
-            if not self._sessions_of(job):
-                job.idle_since = now
-                self._forget_unused(job)
-
-    def closed(self, session: Session, ids: Iterable[str]) -> None:
-        """The session has unmapped these segments."""
-        for segment_id in ids:
-            session.to_drop.discard(segment_id)
-            for job in self.jobs.values():
-                if segment_id in job.segments:
-                    job.segments[segment_id].users.discard(session.id)
-
-    def opened(self, session: Session, segment: Segment) -> None:
-        """The session was given a descriptor of that segment."""
-        segment.users.add(session.id)
-
-    def leaving(self, job: Job, rank: int, engine: str | None = None) -> Wait | None:
-        """Whether the holder of that writer's (or worker's) place is just leaving it."""
-        known = job.engines.get(engine) if engine is not None else None
-        pending = job.pending.writers.get(rank) if job.pending else None
-        holders = [known.workers.get(rank)] if known else [] if engine is not None else [job.writers.get(rank), pending]
-        for holder in holders:
-            session = self.sessions.get(holder.session) if holder else None
-            if session is not None and session.ending:
-                return Wait(f"{job.name}: the session of process {session.pid} that was rank {rank} to end")
-        return None
 
     # writing
 
@@ -103,11 +50,6 @@ class Store(Ledger):
         if job is None:
             job = self.jobs[name] = Job(name, owner_uid, idle_since=now)
         return job
-
-    def _forget_unused(self, job: Job) -> None:
-        """Forgets a job that nothing has come of: no epoch, no grant, nobody in it."""
-        if not (job.epoch or job.uids or job.gids or job.engines or job.pending) and self.jobs.get(job.name) is job:
-            del self.jobs[job.name]
 
     def register_writer(
         self,
@@ -121,11 +63,11 @@ class Store(Ledger):
         keep: int,
         after: int | None = None,
     ) -> bool:
-        """Registers a training process; True if that opened an epoch. See :func:`writing.register`."""
+        """Registers a training process; True if that opened an epoch. See :func:`registering.register`."""
         self._check_role(session, job, writer_rank=rank)
         writer = Writer(session.id, session.pid, rank, digest)
         try:
-            opened = writing.register(job, writer, world_size, epoch, keep, after)
+            opened = registering.register(job, writer, world_size, epoch, keep, after)
         finally:
             self._forget_unused(job)
         session.writer = (job.name, writer)
@@ -145,10 +87,10 @@ class Store(Ledger):
     def ready(self, session: Session) -> Wait | tuple[str, list[str]]:
         """The digest of the registered manifests and the manifests' own, in rank order."""
         job, writer = self.writer_of(session)
-        outcome = writing.ready(job, writer)
+        outcome = registering.ready(job, writer)
         if isinstance(outcome, Wait):
             return outcome
-        digests = writing.present(job)
+        digests = registering.present(job)
         return outcome, [digests[rank] for rank in range(job.world_size)]
 
     def reserve(self, session: Session, set_digest: str, segment_digest: str, nbytes: int) -> Shortfall:
@@ -156,7 +98,7 @@ class Store(Ledger):
         job, writer = self.writer_of(session)
         if set_digest != writer.reserved:
             self._abort_where(job, writer, f"rank {writer.rank} changed its layout")
-        shortfall = writing.reserve(job, writer, set_digest, segment_digest, nbytes)
+        shortfall = registering.reserve(job, writer, set_digest, segment_digest, nbytes)
         for segment in job.slots(writer.rank):
             if segment.state is SegmentState.FREE and (segment.nbytes != nbytes or segment.unsafe):
                 self._unlink(job, segment)
@@ -168,18 +110,41 @@ class Store(Ledger):
         job.segments[segment.id] = segment
         self.touched.add(job.name)
 
+    def grant(self, session: Session) -> Segment | Shortfall | Wait:
+        """A slot that the session's writer may fill before it says for which step; the same until it is used."""
+        job, writer = self.writer_of(session)
+        self._replace_unsafe_grant(job, writer)
+        return writing.grant(job, writer)
+
     def begin(self, session: Session, step: int, set_digest: str) -> Begun | Shortfall | Wait:
         job, writer = self.writer_of(session)
+        self._replace_unsafe_grant(job, writer)
         before = _open_slots(job)
         try:
-            outcome = writing.begin(job, writer, step, set_digest, self._next_attempt)
-            if isinstance(outcome, Begun):
-                self._next_attempt = max(self._next_attempt, outcome.attempt.number + 1)
-            return outcome
+            return self._numbered(writing.begin(job, writer, step, set_digest, self._next_attempt))
+        except EpochChanged:
+            slots.give_up_slots(job, writer)
+            self._settle(job)
+            raise
         finally:
             # Waiters ask again at every change: one that changes nothing must not wake the others.
             if _open_slots(job) != before:
                 self._settle(job)
+
+    def begin_filled(self, session: Session, step: int, set_digest: str, slot: str) -> Begun | Wait:
+        """As ``begin``, with the granted slot, which has the step's bytes already."""
+        job, writer = self.writer_of(session)
+        try:
+            return self._numbered(writing.begin_filled(job, writer, step, set_digest, slot, self._next_attempt))
+        except AwexdError as error:
+            if isinstance(error, EpochChanged):
+                slots.give_up_slots(job, writer)
+            self._settle(job)
+            raise
+
+    def sealed_in(self, session: Session, step: int, slot: str) -> int | None:
+        job, writer = self.writer_of(session)
+        return writing.sealed_in(job, writer, step, slot)
 
     def check_seal(self, session: Session, epoch: int, step: int, attempt: int) -> Segment | None:
         """The segment to seal, None if that is done. On an error the slot is free again."""
@@ -187,7 +152,7 @@ class Store(Ledger):
         try:
             return writing.check_seal(job, writer, epoch, step, attempt)
         except AwexdError:
-            writing.give_up_slot(job, writer)
+            slots.give_up_slot(job, writer)
             self._settle(job)
             raise
 
@@ -197,12 +162,14 @@ class Store(Ledger):
         self._settle(job)
         return version
 
-    def abort(self, session: Session, step: int, attempt: int, reason: str) -> None:
+    def abort(self, session: Session, step: int, attempt: int | None, reason: str) -> None:
+        """``attempt`` is None where the writer had not begun yet, or was not told: then it is the one at that step."""
         job, writer = self.writer_of(session)
         current = job.attempts.get(step)
-        if current is not None and current.number == attempt and writer.rank in current.segments:
-            writing.abort(job, step, f"rank {writer.rank} aborted it: {reason}")
-        writing.give_up_slot(job, writer)
+        own = current is not None and current.number == attempt and writer.rank in current.segments
+        if own or (attempt is None and job.writers.get(writer.rank) is writer):
+            slots.abort(job, step, f"rank {writer.rank} aborted it: {reason}")
+        slots.give_up_slot(job, writer)
         self._settle(job)
 
     def committed(self, session: Session, epoch: int, step: int, attempt: int) -> Wait | None:
@@ -332,7 +299,6 @@ class Store(Ledger):
             raise VersionUnavailable(f"{job.name}: {version} was withdrawn during this update; {job.describe_held()}")
         ended = reading.confirm(job.engines[worker.engine], worker, lease.key)
         self._end_leases([lease_id, *ended])
-        self._settle(job)
         return lease.key
 
     def release(self, session: Session, lease_id: str, dirty: bool) -> None:
@@ -361,9 +327,11 @@ class Store(Ledger):
             self._end_leases([lease.id])
             self._give_up_round(lease)
             self._settle(job)
+        self._expiry = min((lease.expires for lease in self.leases.values()), default=None)
 
     def next_expiry(self) -> float | None:
-        return min((lease.expires for lease in self.leases.values()), default=None)
+        """When the next lease may run out: never later than it does."""
+        return self._expiry
 
     # adoption
 
@@ -381,15 +349,10 @@ class Store(Ledger):
 
     # internals
 
-    def _check_role(
-        self, session: Session, job: Job, writer_rank: int | None = None, worker: tuple[str, int] | None = None
-    ) -> None:
-        if session.writer and (session.writer[0], session.writer[1].rank) != (job.name, writer_rank):
-            raise VersionConflict(f"this session writes {session.writer[0]} as rank {session.writer[1].rank} already")
-        if session.worker:
-            name, known = session.worker
-            if (name, known.engine, known.rank) != (job.name, *(worker or ("", -1))):
-                raise VersionConflict(f"this session reads {name} as rank {known.rank} of {known.engine} already")
+    def _numbered(self, outcome: B) -> B:
+        if isinstance(outcome, Begun):
+            self._next_attempt = max(self._next_attempt, outcome.attempt.number + 1)
+        return outcome
 
     def _hold_round(self, job: Job, worker: Worker, version: Version, lease: Lease) -> None:
         engine = job.engines[worker.engine]
@@ -413,7 +376,13 @@ class Store(Ledger):
     def _abort_where(self, job: Job, writer: Writer, why: str) -> None:
         for step, attempt in list(job.attempts.items()):
             if writer.rank in attempt.segments:
-                writing.abort(job, step, why)
+                slots.abort(job, step, why)
+
+    def _replace_unsafe_grant(self, job: Job, writer: Writer) -> None:
+        """Somebody who had the granted slot mapped has gone without a word: it is replaced, as a free one would be."""
+        granted = slots.granted_to(job, writer)
+        if granted is not None and granted.unsafe:
+            self._free(job, granted)
 
 
 def _open_slots(job: Job) -> list[tuple[int, int, str]]:

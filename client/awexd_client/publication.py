@@ -25,7 +25,8 @@ class Publication:
         """Bytes that this rank copied: its own share where ranks hold replicas."""
         self.copy_seconds = 0.0
         self._writer = writer
-        self._attempt = 0
+        self._attempt: int | None = None
+        self._set = self._slot = ""
         self._captured = False
         self._committed = False
 

@@ -186,9 +186,9 @@ class WorkerWeightsReader(Endpoint):
             IntegrityError: bytes are not what their writer wrote.
             DeadlineExceeded: names what was waited for.
         """
-        return self._update_unless(threading.Event(), step, timeout)
+        return self._update_unless(None, step, timeout)
 
-    def _update_unless(self, given_up: threading.Event, step: int | None, timeout: float) -> UpdateResult:
+    def _update_unless(self, given_up: threading.Event | None, step: int | None, timeout: float) -> UpdateResult:
         """``update``, which touches nothing any more once its caller has given up."""
         resolved: list[int] = []
         deadline = Deadline(timeout)
@@ -265,7 +265,7 @@ class WorkerWeightsReader(Endpoint):
             self._register(self._holding_, Deadline(timeout))
 
     def _update(
-        self, step: int | None, resolved: list[int], given_up: threading.Event, deadline: Deadline
+        self, step: int | None, resolved: list[int], given_up: threading.Event | None, deadline: Deadline
     ) -> UpdateResult:
         """``resolved``: what an earlier try of this call was given, by a daemon that is gone; siblings may have it."""
         try:
@@ -275,7 +275,7 @@ class WorkerWeightsReader(Endpoint):
                 raise
             staged = self._stage(step, deadline)
         resolved.append(staged.step)
-        if given_up.is_set():
+        if given_up is not None and given_up.is_set():
             self._release(staged.lease)
             raise DeadlineExceeded(f"{self.job}: the caller gave this update up before it touched anything")
         return self._apply(staged, deadline)

@@ -28,7 +28,10 @@ from awexd_transports.errors import (
 CONNECT_SECONDS = 10.0
 ANSWER_GRACE_SECONDS = 2.0
 """How long after a request's deadline the daemon's own answer to it is still awaited."""
-RECEIVE_BYTES = 256 << 10
+RECEIVE_BYTES = 64 << 10
+"""Larger ones are mapped and unmapped again by malloc: 15 us a message."""
+
+_TRUNCATED, _CLOSED_BY_EXEC = int(socket.MSG_CTRUNC), int(socket.MSG_CMSG_CLOEXEC)  # as enumerations they are slow
 
 _connections: weakref.WeakSet[Connection] = weakref.WeakSet()
 
@@ -44,10 +47,15 @@ def socket_path(path: str | os.PathLike[str] | None) -> str:
     return found
 
 
-@dataclass(slots=True)
-class _Pending:
-    """A request that is not answered yet."""
+class NoAnswer(DeadlineExceeded):
+    """The daemon said nothing in time: whether it will do what it was asked is not known."""
 
+
+@dataclass(slots=True)
+class Asked:
+    """A request that was sent; ``reply`` comes with the messages that any thread receives."""
+
+    id: int
     operation: str
     reply: Message | None = None
     fds: list[int] = field(default_factory=list)
@@ -68,13 +76,16 @@ class Connection:
         self.dropped: set[str] = set()
         self._ids = itertools.count(1)
         self._decoder = Decoder()
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, Asked] = {}
         self._sending = threading.Lock()
-        self._turn = threading.Condition()
+        self._turn = threading.RLock()
+        self._answered = threading.Condition(self._turn)
         self._reading = False
         self._over: AwexdError | None = None
         self._inbox: list[tuple[Message, list[int]]] = []
         self._sock = _connect(path, timeout)
+        self._readable = select.poll()
+        self._readable.register(self._sock, select.POLLIN)
         try:
             self.daemon = self._greet(time.monotonic() + timeout, timeout)
         except BaseException:
@@ -103,21 +114,41 @@ class Connection:
             DaemonUnavailable: the connection broke.
             DeadlineExceeded: the daemon did not answer in time.
         """
-        request_id, pending = next(self._ids), _Pending(operation)
+        deadline = time.monotonic() + timeout + grace
+        asked = Asked(next(self._ids), operation)
+        try:
+            self._ask(asked, arguments, timeout, fds, deadline)
+            self._await(asked, deadline, timeout)
+        finally:
+            self._pending.pop(asked.id, None)
+        if asked.reply is None:
+            raise self._over or DaemonUnavailable("the connection is closed")
+        return _result(asked.reply), asked.fds
+
+    def ask(self, operation: str, arguments: Message, *, timeout: float) -> Asked | None:
+        """Sends a request whose answer ``take`` takes later; None where it cannot be sent."""
+        asked = Asked(next(self._ids), operation)
+        try:
+            self._ask(asked, arguments, timeout, (), time.monotonic() + ANSWER_GRACE_SECONDS)
+        except AwexdError:
+            self._pending.pop(asked.id, None)
+            return None
+        return asked
+
+    def take(self, asked: Asked) -> Message | None:
+        """The answer to what was asked before; None where it was refused, or has not come yet and is given up."""
+        with contextlib.suppress(AwexdError):
+            self._await(asked, 0.0, 0.0)
+        self._pending.pop(asked.id, None)
+        return asked.reply.get("ok") if asked.reply else None
+
+    def _ask(self, asked: Asked, arguments: Message, timeout: float, fds: Sequence[int], deadline: float) -> None:
         milliseconds = max(0, min(int(timeout * 1000), MAX_DEADLINE_MS))
-        message: Message = {"id": request_id, "op": operation, "args": arguments, "deadline_ms": milliseconds}
+        message: Message = {"id": asked.id, "op": asked.operation, "args": arguments, "deadline_ms": milliseconds}
         if fds:
             message["fds"] = len(fds)
-        deadline = time.monotonic() + timeout + grace
-        self._pending[request_id] = pending
-        try:
-            self._send(encode(message), fds, deadline)
-            self._await(pending, deadline, timeout)
-        finally:
-            del self._pending[request_id]
-        if pending.reply is None:
-            raise self._over or DaemonUnavailable("the connection is closed")
-        return _result(pending.reply), pending.fds
+        self._pending[asked.id] = asked
+        self._send(encode(message), fds, deadline)
 
     def take_dropped(self) -> list[str]:
         """Ids of replaced segments that the daemon has named since this was last asked."""
@@ -144,7 +175,7 @@ class Connection:
         with contextlib.suppress(DaemonUnavailable):  # a refusal may have come before the end: read it first
             self._send(encode(hello(__version__, pid=os.getpid())), (), deadline)
         while not self._inbox:
-            if not self._over and not self._wait(select.POLLIN, deadline):
+            if not self._over and not _ready(self._readable, deadline):
                 raise DeadlineExceeded(f"the daemon at {self.path} did not greet within {timeout:g} s")
             self._receive()
             if self._over and not self._inbox:
@@ -164,49 +195,49 @@ class Connection:
                     sent = socket.send_fds(self._sock, [view], fds) if fds else self._sock.send(view)
                     view, fds = view[sent:], ()
                 except BlockingIOError:
-                    if not self._wait(select.POLLOUT, deadline):
+                    if not self._writable(deadline):
                         error = DaemonUnavailable(f"the daemon at {self.path} takes no more requests")
                         self._end(error)
                         raise error from None
                 except OSError as error:
                     self._end(DaemonUnavailable(f"the daemon at {self.path} went away: {error.strerror}"))
 
-    def _await(self, pending: _Pending, deadline: float, timeout: float) -> None:
+    def _await(self, asked: Asked, deadline: float, timeout: float) -> None:
         """Waits for the answer. One of the waiting threads reads for all of them."""
+        late = False
         while True:
             with self._turn:
-                while pending.reply is None and self._reading and not self._over:
-                    if not self._turn.wait(deadline - time.monotonic()):
+                while asked.reply is None and self._reading and not self._over:
+                    if not self._answered.wait(deadline - time.monotonic()):
                         break
-                if pending.reply is not None or self._over:
+                if asked.reply is not None or self._over:
                     return
-                if time.monotonic() >= deadline:
-                    raise DeadlineExceeded(
-                        f"{pending.operation}: the daemon at {self.path} gave no answer within {timeout:g} s"
-                    )
+                if (late or self._reading) and time.monotonic() >= deadline:
+                    raise NoAnswer(f"{asked.operation}: the daemon at {self.path} gave no answer within {timeout:g} s")
                 if self._reading:
                     continue
                 self._reading = True
             try:
-                if self._wait(select.POLLIN, deadline):
+                late = not _ready(self._readable, deadline)
+                if not late:
                     self._receive()
             finally:
                 with self._turn:
                     self._reading = False
                     self._deliver()
-                    self._turn.notify_all()
+                    self._answered.notify_all()
                     if self._over:
                         self._release()
 
-    def _wait(self, event: int, deadline: float) -> bool:
+    def _writable(self, deadline: float) -> bool:
         poll = select.poll()
-        poll.register(self._sock, event)
-        return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
+        poll.register(self._sock, select.POLLOUT)
+        return _ready(poll, deadline)
 
     def _receive(self) -> None:
         try:
-            data, fds, flags, _ = socket.recv_fds(self._sock, RECEIVE_BYTES, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
-            if flags & socket.MSG_CTRUNC:
+            data, fds, flags, _ = socket.recv_fds(self._sock, RECEIVE_BYTES, MAX_FDS, _CLOSED_BY_EXEC)
+            if flags & _TRUNCATED:
                 raise ProtocolError("descriptors were lost: too many on one message")
             if data:
                 self._inbox += self._decoder.feed(data, fds)
@@ -222,11 +253,11 @@ class Connection:
     def _deliver(self) -> None:
         for message, fds in self._inbox:
             self.dropped.update(message.get("drop", ()))
-            pending = self._pending.get(message.get("id", -1))
+            asked = self._pending.get(message.get("id", -1))
             if "bye" in message:
                 self._end(_refusal(message, self.path))
-            elif pending is not None:
-                pending.reply, pending.fds = message, fds
+            elif asked is not None:
+                asked.reply, asked.fds = message, fds
             else:  # the answer to a request that was given up
                 close_descriptors(fds)
         self._inbox.clear()
@@ -246,10 +277,15 @@ class Connection:
 
     def _forked(self) -> None:
         """In a forked child: the session is the parent's."""
-        self._turn, self._sending = threading.Condition(), threading.Lock()
+        self._turn, self._sending = threading.RLock(), threading.Lock()
+        self._answered = threading.Condition(self._turn)
         self._over = DaemonUnavailable("this client belongs to the parent process; make a new one after fork")
         self._pending.clear()
         self._sock.close()
+
+
+def _ready(poll: select.poll, deadline: float) -> bool:
+    return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
 
 
 def _connect(path: str, timeout: float) -> socket.socket:

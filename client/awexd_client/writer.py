@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 
-from awexd.protocol import MAX_KEEP, MAX_STEP
+from awexd.protocol import MAX_DEADLINE_MS, MAX_KEEP, MAX_STEP
 from awexd_client.adapters.base import Adapter
 from awexd_client.adapters.registry import shards_of
 from awexd_client.checksums import piece_checksums
@@ -16,8 +16,10 @@ from awexd_client.holding import Casts, Holding, view_of
 from awexd_client.mappings import Mapping
 from awexd_client.outgoing import SegmentLayout, check_same
 from awexd_client.publication import Publication, Update
+from awexd_client.session import Asked, NoAnswer
 from awexd_transports.copy import CopyTable, Row, View
 from awexd_transports.errors import (
+    AwexdError,
     DaemonUnavailable,
     EpochChanged,
     InvalidArgument,
@@ -78,6 +80,8 @@ class WeightWriter(Endpoint):
         self._segment_: SegmentLayout | None = None
         self._after: int | None = None
         self._open: Publication | None = None
+        self._next: str | Asked | None = None
+        """The slot of the next ``publish``, or the request for it: it is asked for before it is needed."""
 
     @property
     def epoch(self) -> int | None:
@@ -155,7 +159,7 @@ class WeightWriter(Endpoint):
         with self._turn(deadline):
             self._surviving(lambda deadline: self._ask("job.close", deadline.left(), job=self.job), deadline)
             self._epoch, self._after = "continue", None  # registering again begins the job anew
-            self._segment_ = self._open = None
+            self._segment_ = self._open = self._next = None
 
     # internals
 
@@ -172,7 +176,7 @@ class WeightWriter(Endpoint):
         return self._segment_
 
     def _register(self, deadline: Deadline) -> None:
-        self._segment_ = self._open = None
+        self._segment_ = self._open = self._next = None
         manifest = self._holding.manifest
         answer = self._ask_with_body(
             "write.register",
@@ -200,6 +204,7 @@ class WeightWriter(Endpoint):
 
     def _prepare(self, deadline: Deadline) -> None:
         """Once every rank has registered: which part of the replicas is this rank's, and memory for it."""
+        self._next = None
         answer = self._ask_for_manifests("write.ready", deadline.left())
         ranks = [self._manifests[digest] for digest in answer["ranks"]]
         segments = share(ranks)
@@ -219,8 +224,27 @@ class WeightWriter(Endpoint):
         self._epoch = answer["epoch"]
         self._segment_ = segment
 
+    def _start(self, step: int, deadline: Deadline) -> tuple[Publication, Mapping]:
+        """A slot for the step: the one that was granted ahead, if it has been by now, which takes no message."""
+        granted, self._next = self._next, None
+        if isinstance(granted, Asked):
+            answer = self._connection.take(granted)
+            granted = answer["segment"] if answer else None
+        if granted is None or self._segment_ is None:
+            return self._begin(step, deadline)
+        check_whole("step", step, 0, MAX_STEP)
+        self._refresh()
+        try:
+            (mapping,) = self._map([(granted, HEADER_BYTES + self._segment.nbytes)], deadline)
+        except AwexdError:  # it is not ours any more
+            return self._begin(step, deadline)
+        publication = self._open = Publication(self, step)
+        publication.epoch, publication._set, publication._slot = self.epoch or 1, self._segment.registered_set, granted
+        return publication, mapping
+
     def _begin(self, step: int, deadline: Deadline) -> tuple[Publication, Mapping]:
         check_whole("step", step, 0, MAX_STEP)
+        self._next = None
         self._refresh()
         while True:
             if self._segment_ is None:
@@ -271,7 +295,7 @@ class WeightWriter(Endpoint):
                 sent.pop()
             else:
                 return sent[-1]
-        publication, mapping = self._begin(step, deadline)
+        publication, mapping = self._start(step, deadline)
         try:
             started = time.monotonic()
             table = self._table(mapping)
@@ -280,12 +304,18 @@ class WeightWriter(Endpoint):
             sent.append(publication)
             self._seal(publication, mapping, deadline)
         except VersionConflict as error:
-            if error.details.get("retry") and deadline.left() > 0:
-                return None
-            raise
+            if error.details.get("set_changed"):
+                self._segment_ = None
+            elif not error.details.get("retry") or deadline.left() <= 0:
+                raise
+            return None
         except BaseException as error:
-            self._abort(publication, failed(error))
+            refused = isinstance(error, AwexdError) and not isinstance(error, NoAnswer) and publication in sent
+            if not refused or publication._attempt is not None:
+                self._abort(publication, failed(error))
             raise
+        if self._next is None:
+            self._next = self._connection.ask("write.slot", {}, timeout=MAX_DEADLINE_MS / 1000)
         return publication
 
     def _table(self, mapping: Mapping) -> CopyTable:
@@ -367,14 +397,18 @@ class WeightWriter(Endpoint):
         self._ask_to_seal(publication, deadline)
 
     def _ask_to_seal(self, publication: Publication, deadline: Deadline) -> None:
-        arguments = {
-            "epoch": publication.epoch,
-            "step": publication.step,
-            "attempt": publication._attempt,
-            "checksums": self.verify_mode == "checksum",
-        }
+        arguments: dict[str, object] = {"step": publication.step, "checksums": self.verify_mode == "checksum"}
+        if publication._attempt is not None:
+            operation = "write.seal"
+            arguments |= {"epoch": publication.epoch, "attempt": publication._attempt}
+        else:
+            operation = "write.publish"
+            arguments |= {"set": publication._set, "segment": publication._slot}
         # The reply may be lost with the daemon: asked again, the next one knows whether the version was committed.
-        answer = self._surviving(lambda deadline: self._ask("write.seal", deadline.left(), **arguments), deadline)
+        answer = self._surviving(lambda deadline: self._ask(operation, deadline.left(), **arguments), deadline)
+        if operation == "write.publish":
+            publication.epoch, publication._attempt = answer["epoch"], answer["attempt"]
+            self._next = answer["next"]
         publication._captured, publication._committed = True, answer["committed"]
 
     def _abort(self, publication: Publication, reason: str) -> None:
@@ -390,5 +424,7 @@ class WeightWriter(Endpoint):
         self._surviving(lambda deadline: self._ask("write.committed", deadline.left(), **arguments), asked)
 
     def _forget_tables(self, segments: Sequence[str] | None) -> None:
+        if segments is None:
+            self._next = None
         if self._segment_ is not None:
             self._segment_.tables.clear()

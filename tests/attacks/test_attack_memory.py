@@ -88,6 +88,22 @@ def test_writer_that_fills_dev_shm_through_its_segments_fails_alone(folder: Path
         until(daemon.socket, lambda status: status["memory"]["used_bytes"] == 0)
 
 
+@pytest.mark.skipif(not _may_mount(), reason="a private /dev/shm needs root and mount namespaces: run as root")
+def test_granted_slot_whose_header_cannot_be_written_leaves_no_attempt(folder: Path) -> None:
+    with Daemon(folder, wrapper=SMALL_SHM) as daemon, RawWriter(daemon.socket, nbytes=64 << 10) as trainer:
+        trainer.register(keep=1)
+        trainer.reserve()
+        slot = trainer.call("write.slot")["segment"]
+        filler = f"/proc/{daemon.pid}/root/dev/shm/filler"
+        with trainer.opened(slot) as hole, open(filler, "wb", buffering=0) as full:
+            os.ftruncate(hole, 0)  # as above
+            _fill(full.fileno())
+            error = trainer.refused("write.publish", step=1, set=trainer.set, segment=slot, checksums=False)
+        os.unlink(filler)
+        assert error.code == "integrity_error"
+        assert daemon.ask("status")["jobs"][0]["open"] == []
+
+
 def test_budget_is_kept_across_jobs_and_told(folder: Path) -> None:
     with Daemon(folder, "--memory-budget", "1MiB") as daemon, writer(daemon.socket, nbytes=100 << 10) as trainer:
         trainer.publish(1)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from awexd.store import Segment, Store, Version, Wait
 from awexd.store.ledger import Session
 from awexd.store.model import Job, Lease, SegmentState
-from awexd.store.writing import Begun, Shortfall
+from awexd.store.slots import Shortfall
+from awexd.store.writing import Begun
 
 JOB = "root/j"
 NBYTES = 4096
@@ -112,6 +113,41 @@ class Trainer:
         version = self.world.store.seal(self.session, attempt.step, False) if segment else None
         self.world.drain()
         return version
+
+    def try_grant(self) -> Segment | Wait:
+        while True:
+            outcome = self.world.store.grant(self.session)
+            self.world.drain()
+            if not isinstance(outcome, Shortfall):
+                if isinstance(outcome, Segment):
+                    self.world.store.opened(self.session, outcome)
+                return outcome
+            self.world.make(outcome)
+
+    def grant(self) -> Segment:
+        outcome = self.try_grant()
+        assert isinstance(outcome, Segment), outcome.reason
+        return outcome
+
+    def try_publish_filled(self, step: int, slot: str) -> Begun | Wait | int:
+        """What the daemon does for ``write.publish``; the attempt's number where it was done before."""
+        store = self.world.store
+        try:
+            done = store.sealed_in(self.session, step, slot)
+            if done is not None:
+                return done
+            outcome = store.begin_filled(self.session, step, self.set, slot)
+            if isinstance(outcome, Begun):
+                store.seal(self.session, step, False)
+            return outcome
+        finally:
+            self.world.drain()
+
+    def publish_filled(self, step: int) -> Begun:
+        """Into a slot that is granted first."""
+        outcome = self.try_publish_filled(step, self.grant().id)
+        assert isinstance(outcome, Begun), outcome
+        return outcome
 
     def abort(self, begun: Begun, reason: str = "no reason") -> None:
         self.world.store.abort(self.session, begun.attempt.step, begun.attempt.number, reason)

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
@@ -13,20 +14,30 @@ from awexd_transports.errors import ProtocolError
 
 
 class Pair:
-    """A channel and the blocking socket of its client."""
+    """A channel and the blocking socket of its client; what arrives waits for ``next``."""
 
     def __init__(self) -> None:
         ours, self.client = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self.client.settimeout(10)
         self.channel = Channel(ours)
+        self.arrived: asyncio.Queue[tuple[Message, list[int]]] = asyncio.Queue()
+        self.take: Callable[[Message, list[int]], None] = lambda *arrived: self.arrived.put_nowait(arrived)
+        self.serving = asyncio.create_task(self.channel.serve(lambda *arrived: self.take(*arrived)))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self.channel.close()
         self.client.close()
+        await asyncio.wait([self.serving])
+        self.serving.exception()
 
     async def next(self) -> tuple[Message, list[int]]:
-        async for message, fds in self.channel.messages():
-            return message, fds
+        """The next message; EOFError, or what ``serve`` raised, once there are no more."""
+        waiting = asyncio.create_task(self.arrived.get())
+        await asyncio.wait([waiting, self.serving], return_when=asyncio.FIRST_COMPLETED)
+        if waiting.done():
+            return waiting.result()
+        waiting.cancel()
+        await self.serving
         raise EOFError
 
 
@@ -34,7 +45,7 @@ class Pair:
 async def pair() -> AsyncIterator[Pair]:
     made = Pair()
     yield made
-    made.close()
+    await made.close()
 
 
 async def test_peer_is_the_process_at_the_other_end(pair: Pair) -> None:
@@ -68,16 +79,17 @@ async def test_message_goes_out_with_its_descriptors_which_are_closed_here(pair:
 async def test_end_of_the_connection_ends_the_messages(pair: Pair) -> None:
     pair.client.sendall(encode({"a": 1}) + encode({"a": 2})[:5])
     pair.client.shutdown(socket.SHUT_WR)
-    assert [message async for message, _ in pair.channel.messages()] == [{"a": 1}]
+    assert await pair.next() == ({"a": 1}, [])
+    with pytest.raises(EOFError):
+        await pair.next()
     assert pair.channel.ended == "its connection was closed"
 
 
 async def test_malformed_frame_comes_after_the_messages_before_it_and_can_be_answered(pair: Pair) -> None:
     pair.client.sendall(encode({"a": 1}) + b"\xff\xff\xff\xff")
-    arriving = pair.channel.messages()
-    assert await anext(arriving) == ({"a": 1}, [])
+    assert await pair.next() == ({"a": 1}, [])
     with pytest.raises(ProtocolError):
-        await anext(arriving)
+        await pair.next()
     pair.channel.send({"bye": {}})
     assert pair.client.recv(100) == encode({"bye": {}})
 
@@ -86,14 +98,13 @@ async def test_descriptors_in_flight_are_closed_with_the_channel() -> None:
     pair = Pair()
     reading, writing = os.pipe()
     socket.send_fds(pair.client, [encode({"fds": 2})], [writing, writing])
-    async for _, fds in pair.channel.messages():
-        pair.channel.send({}, fds)
-        break
+    _, fds = await pair.next()
+    pair.channel.send({}, fds)
     socket.send_fds(pair.client, [encode({"fds": 1})], [writing])
     await asyncio.sleep(0)
     for _ in range(50):  # more than the socket takes
         pair.channel.send({"x": "y" * (1 << 16)}, [os.dup(writing)])
-    pair.close()
+    await pair.close()
     os.close(writing)
     assert os.read(reading, 1) == b""
     os.close(reading)
@@ -137,7 +148,7 @@ async def test_too_many_descriptors_at_once_are_refused_and_none_is_kept() -> No
     os.close(writing)
     with pytest.raises(ProtocolError, match="descriptors"):
         await pair.next()
-    pair.close()
+    await pair.close()
     assert os.read(reading, 1) == b""
     os.close(reading)
 
@@ -150,3 +161,27 @@ async def test_sending_after_the_end_closes_the_descriptors_and_says_nothing(pai
     pair.channel.send({"a": 1}, [writing])
     assert os.read(reading, 1) == b""
     os.close(reading)
+
+
+async def test_answers_to_messages_that_came_together_leave_together(pair: Pair) -> None:
+    gone_early: list[bool] = []
+
+    def answer(message: Message, _: list[int]) -> None:
+        pair.channel.send({"to": message["n"]})
+        gone_early.append(bool(select.select([pair.client], [], [], 0)[0]))
+
+    pair.take = answer
+    pair.client.sendall(encode({"n": 1}) + encode({"n": 2}))
+    data = await asyncio.to_thread(pair.client.recv, 100)
+    assert data == encode({"to": 1}) + encode({"to": 2})
+    assert gone_early == [False, False]
+
+
+async def test_failure_of_who_takes_a_message_ends_the_connection_and_is_raised(pair: Pair) -> None:
+    def fail(message: Message, _: list[int]) -> None:
+        raise ZeroDivisionError
+
+    pair.take = fail
+    pair.client.sendall(encode({"a": 1}))
+    with pytest.raises(ZeroDivisionError):
+        await pair.next()

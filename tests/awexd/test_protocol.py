@@ -72,7 +72,8 @@ def test_error_comes_back_as_what_it_was() -> None:
 
 def test_operations_are_these() -> None:
     names = (
-        "write.register write.ready write.reserve write.begin write.seal write.abort write.committed "
+        "write.register write.ready write.reserve write.slot write.publish "
+        "write.begin write.seal write.abort write.committed "
         "read.sources read.register read.siblings read.resolve read.confirm read.release read.wait "
         "segment.open segment.closed goodbye job.close job.grant status versions sessions drop rollback gc"
     )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from awexd.store import Segment, Store, Version, Wait
-from awexd.store.model import Job, Lease, SegmentState
+from awexd.store.model import Job, Lease
 from awexd.store.writing import Begun
 from awexd_transports.errors import AwexdError
 from tests.awexd.store_clients import JOB, NBYTES, Engine, Trainer, World, check
@@ -39,6 +39,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.size, self.workers, self.keep = size, workers, keep
         self.trainers: list[Trainer] = []
         self.begun: dict[str, Begun] = {}
+        self.granted: dict[str, str] = {}
+        """Slots that sessions are filling, for a step that they have not named yet."""
         self.engines: list[Engine] = []
         self.leases: dict[str, Lease] = {}
         self.slots: dict[str, Bytes] = {}
@@ -67,6 +69,70 @@ class StoreMachine(RuleBasedStateMachine):
                 if trainer.session.id in self.begun:
                     self._seal(trainer)
 
+    @rule(times=st.integers(1, 4))
+    @precondition(lambda self: self.trainers)
+    def all_ranks_publish_what_they_have_filled(self, times: int) -> None:
+        for trainer in list(self.trainers):
+            self._reserve(trainer)
+        for _ in range(times):
+            step = self._next_step()
+            for trainer in list(self.trainers):
+                self._grant(trainer)
+            for trainer in list(self.trainers):
+                self._publish_filled(trainer, step)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.trainers)
+    def trainer_is_granted_a_slot(self, data: st.DataObject) -> None:
+        self._grant(data.draw(st.sampled_from(self.trainers)))
+
+    def _grant(self, trainer: Trainer) -> None:
+        outcome = self._try(trainer.try_grant)
+        if isinstance(outcome, Wait):
+            self._check_wait(outcome)
+        if not isinstance(outcome, Segment):
+            return
+        session = trainer.session.id
+        known = self.granted.get(session)
+        assert known in (None, outcome.id) or self.slots[known].condemned, "two slots for one session"
+        self._handed_out(outcome, session)
+        self.granted[session] = outcome.id
+
+    @rule(data=st.data(), ahead=st.sampled_from([-1, 0, 0, 0, 1, 2]), again=st.booleans())
+    @precondition(lambda self: self.granted)
+    def trainer_publishes_what_it_has_filled(self, data: st.DataObject, ahead: int, again: bool) -> None:
+        session = data.draw(st.sampled_from(sorted(self.granted)))
+        trainer = next(t for t in self.trainers if t.session.id == session)
+        slot, step = self.granted[session], max(0, self._next_step() + ahead)
+        number = self._publish_filled(trainer, step)
+        if again and number is not None and JOB in self.world.store.jobs:
+            repeated = self._try(lambda: trainer.try_publish_filled(step, slot))
+            assert repeated in (None, number), "the repeated request began another attempt"
+
+    def _publish_filled(self, trainer: Trainer, step: int) -> int | None:
+        """The attempt's number, if it could be."""
+        session = trainer.session.id
+        if session not in self.granted:
+            return None
+        slot = self.granted[session]
+        before = set(self.world.job.versions) if JOB in self.world.store.jobs else set()
+        outcome = self._try(lambda: trainer.try_publish_filled(step, slot))
+        if isinstance(outcome, Wait):
+            self._check_wait(outcome)
+        if not isinstance(outcome, Begun):
+            return None
+        attempt = outcome.attempt
+        assert (attempt.epoch, step) not in self.dead_steps, "a step was used again"
+        del self.granted[session]
+        self.begun.pop(session, None)  # a step that was left unsealed
+        self._stops_writing(trainer)
+        self.slots[slot].content = (attempt.epoch, step, attempt.number)
+        self.sealed.setdefault(attempt.number, {})[trainer.rank] = (slot, session)
+        version = self.world.job.versions.get((attempt.epoch, step))
+        if version is not None and version.key not in before:
+            self._committed(version, before)
+        return attempt.number
+
     @rule(name=st.sampled_from(["e", "f"]), reverse=st.booleans())
     @precondition(lambda self: self.engines)
     def all_workers_update(self, name: str, reverse: bool) -> None:
@@ -92,6 +158,9 @@ class StoreMachine(RuleBasedStateMachine):
     def _reserve(self, trainer: Trainer) -> None:
         def reserve() -> None:
             if not isinstance(self.world.store.ready(trainer.session), Wait):
+                slot = self.granted.pop(trainer.session.id, None)
+                if slot is not None:
+                    self.slots[slot].writers.discard(trainer.session.id)
                 trainer.reserve()
 
         self._try(reserve)
@@ -110,18 +179,23 @@ class StoreMachine(RuleBasedStateMachine):
             self._check_wait(outcome)
         if not isinstance(outcome, Begun):
             return
-        segment = outcome.segment
+        session = trainer.session.id
+        assert (outcome.attempt.epoch, step) not in self.dead_steps, "a step was used again"
+        granted = self.granted.pop(session, None)
+        assert granted in (None, outcome.segment.id) or self.slots[granted].condemned, "another than the granted slot"
+        self._stops_writing(trainer)
+        self._handed_out(outcome.segment, session)
+        self.slots[outcome.segment.id].content = (outcome.attempt.epoch, step, outcome.attempt.number)
+        self.begun[session] = outcome
+
+    def _handed_out(self, segment: Segment, session: str) -> None:
         slot = self.slots.setdefault(segment.id, Bytes())
         assert not slot.condemned, "memory that somebody may still touch was handed out"
         held = [v for v in self.world.job.versions.values() if segment.id in v.segments]
         assert not held, f"the slot of {held} was handed out"
-        others = slot.writers - {trainer.session.id}
+        others = slot.writers - {session}
         assert not others, f"session {others} may still be writing it"
-        assert (outcome.attempt.epoch, step) not in self.dead_steps, "a step was used again"
-        self._stops_writing(trainer)
-        slot.writers.add(trainer.session.id)
-        slot.content = (outcome.attempt.epoch, step, outcome.attempt.number)
-        self.begun[trainer.session.id] = outcome
+        slot.writers.add(session)
 
     @rule(data=st.data(), abort=st.booleans())
     @precondition(lambda self: self.begun)
@@ -232,6 +306,7 @@ class StoreMachine(RuleBasedStateMachine):
             slot.writers.discard(session)
         client.end(unmapped=unmapped)
         self.begun.pop(session, None)
+        self.granted.pop(session, None)
         self.leases.pop(session, None)
         self.trainers = [t for t in self.trainers if t is not client]
         self.engines = [e for e in self.engines if e is not client]
@@ -266,6 +341,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.world.drain()
         assert self.world.store.leases == {}
         self.begun.clear()
+        self.granted.clear()
         self.leases.clear()
         self.dead_steps.clear()
         self.newest = None
@@ -299,6 +375,7 @@ class StoreMachine(RuleBasedStateMachine):
             slot.condemned = True
         self.trainers, self.engines = [], []
         self.begun.clear()
+        self.granted.clear()
         self.leases.clear()
         for rank in range(self.size):
             self.trainer_comes(rank, new=False)
@@ -330,7 +407,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert set(registered) <= store.sessions.keys()
             assert all(e.workers for e in job.engines.values()), "an engine of nobody"
             for segment in job.segments.values():
-                if segment.state is SegmentState.WRITING:
+                if segment.writable:
                     assert any(segment.users & {s} for s in store.sessions), "nobody writes it"
 
     @invariant()

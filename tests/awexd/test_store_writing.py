@@ -5,7 +5,7 @@ import pytest
 from awexd.store import Segment, Store, Version, Wait
 from awexd.store.ledger import Session
 from awexd.store.model import REMEMBERED_ATTEMPTS, Job, SegmentState
-from awexd.store.writing import Shortfall
+from awexd.store.slots import Shortfall
 from awexd_transports.errors import EpochChanged, InvalidArgument, VersionConflict
 from awexd_transports.layout import digest_of
 from tests.awexd.store_clients import JOB, NBYTES, Engine, Trainer, World, check, digest, engines, trainers

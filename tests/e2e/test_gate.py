@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from awexd.protocol import Message
 from awexd_client import DaemonUnavailable, UpdateResult, VersionConflict, WeightWriter, WorkerWeightsReader
+from tests.attacks.raw import until
 from tests.daemons import Daemon
 from tests.e2e.workers.gate import Gate
 
@@ -68,6 +70,10 @@ class Pair:
             tensor.fill_(step)
         self.writer.publish(step).committed()
 
+    def forget_granted(self) -> None:
+        """The next publication begins by a message, as the first of a connection does."""
+        self.writer._next = None
+
     def values(self) -> set[float]:
         return {value for tensor in self.into.values() for value in tensor.tolist()}
 
@@ -109,27 +115,45 @@ def restart(daemon: Daemon) -> None:
 
 
 def check_nothing_orphaned(daemon: Daemon) -> None:
-    segments = sum(sum(job["segments"].values()) for job in daemon.ask("status")["jobs"])
+    """Every object in shared memory is a segment of a job; the writer's next slot may just be being made."""
     daemon.ask("gc")
-    assert len(daemon.segments()) == segments
+    until(daemon.socket, lambda status: _segments(status) == len(daemon.segments()))
+
+
+def _segments(status: Message) -> int:
+    return sum(sum(job["segments"].values()) for job in status["jobs"])
 
 
 SIDES = pytest.mark.parametrize("reply", [False, True], ids=["before", "after"])
 
 
+GRANTED = pytest.mark.parametrize("granted", [True, False], ids=["granted", "begun"])
+
+
 @SIDES
-@pytest.mark.parametrize("operation", ["write.begin", "segment.open", "write.seal"])
+@pytest.mark.parametrize(
+    ("operation", "granted"),
+    [
+        ("segment.open", True),
+        ("write.publish", True),
+        ("write.begin", False),
+        ("segment.open", False),
+        ("write.seal", False),
+    ],
+)
 def test_daemon_killed_while_a_version_is_published(
-    daemon: Daemon, gate: Gate, operation: str, reply: bool, make_pair: Callable[..., Pair]
+    daemon: Daemon, gate: Gate, operation: str, granted: bool, reply: bool, make_pair: Callable[..., Pair]
 ) -> None:
     pair = make_pair(gate.path, daemon.socket)
     pair.register()
     pair.publish(1)
+    if not granted:
+        pair.forget_granted()
     stop = gate.stop_at(operation, reply=reply)
     publishing = Background(lambda: pair.publish(2))
     stop.wait()
     restart(daemon)
-    sealed = operation == "write.seal" and reply
+    sealed = operation in ("write.seal", "write.publish") and reply
     assert daemon.ask("versions", job=None)["versions"][0]["step"] == (2 if sealed else 1)
     stop.release(drop=True)
     publishing.result()
@@ -140,6 +164,41 @@ def test_daemon_killed_while_a_version_is_published(
     pair.publish(3)
     assert pair.reader.update().step == 3
     assert pair.values() == {3.0}
+    check_nothing_orphaned(daemon)
+
+
+@SIDES
+def test_daemon_killed_while_a_slot_is_granted_ahead(
+    daemon: Daemon, gate: Gate, reply: bool, make_pair: Callable[..., Pair]
+) -> None:
+    pair = make_pair(gate.path, daemon.socket)
+    pair.register()
+    stop = gate.stop_at("write.slot", reply=reply)
+    pair.publish(1)
+    stop.wait()
+    publishing = Background(lambda: pair.publish(2))
+    restart(daemon)
+    stop.release(drop=True)
+    publishing.result()
+    assert pair.reader.update().step == 2
+    assert pair.values() == {2.0}
+    pair.publish(3)
+    assert pair.reader.update().step == 3
+    assert pair.values() == {3.0}
+    check_nothing_orphaned(daemon)
+
+
+def test_daemon_killed_between_two_publications_of_granted_slots(
+    daemon: Daemon, make_pair: Callable[..., Pair]
+) -> None:
+    pair = make_pair(daemon.socket, daemon.socket)
+    pair.register()
+    for step in range(1, 9):
+        pair.publish(step)
+        if step % 2:
+            restart(daemon)
+        assert pair.reader.update().step == step
+        assert pair.values() == {float(step)}
     check_nothing_orphaned(daemon)
 
 
@@ -219,13 +278,16 @@ def test_daemon_killed_while_a_rank_waits_for_the_commit(
     check_nothing_orphaned(daemon)
 
 
+@GRANTED
 def test_case_17_seal_sent_to_a_stopped_daemon_that_is_then_killed(
-    daemon: Daemon, gate: Gate, make_pair: Callable[..., Pair]
+    daemon: Daemon, gate: Gate, granted: bool, make_pair: Callable[..., Pair]
 ) -> None:
     pair = make_pair(gate.path, daemon.socket)
     pair.register()
     pair.publish(1)
-    stop = gate.stop_at("write.seal", reply=False)
+    if not granted:
+        pair.forget_granted()
+    stop = gate.stop_at("write.publish" if granted else "write.seal", reply=False)
     publishing = Background(lambda: pair.publish(2))
     stop.wait()
     os.kill(daemon.pid, signal.SIGSTOP)
@@ -238,14 +300,17 @@ def test_case_17_seal_sent_to_a_stopped_daemon_that_is_then_killed(
     check_nothing_orphaned(daemon)
 
 
+@GRANTED
 def test_case_17_reply_to_a_seal_is_lost_and_the_client_repeats_it(
-    daemon: Daemon, gate: Gate, make_pair: Callable[..., Pair]
+    daemon: Daemon, gate: Gate, granted: bool, make_pair: Callable[..., Pair]
 ) -> None:
     """The connection breaks, the daemon lives."""
     pair = make_pair(gate.path, daemon.socket)
     pair.register()
     pair.publish(1)
-    stop = gate.stop_at("write.seal", reply=True)
+    if not granted:
+        pair.forget_granted()
+    stop = gate.stop_at("write.publish" if granted else "write.seal", reply=True)
     publishing = Background(lambda: pair.publish(2))
     stop.wait()
     pair.writer._connection._sock.shutdown(2)
@@ -255,6 +320,43 @@ def test_case_17_reply_to_a_seal_is_lost_and_the_client_repeats_it(
     pair.publish(3)
     assert pair.reader.update().step == 3
     assert pair.values() == {3.0}
+
+
+def test_publication_that_never_reached_the_daemon_is_written_again(
+    daemon: Daemon, gate: Gate, make_pair: Callable[..., Pair]
+) -> None:
+    """The connection breaks with the message on it, the daemon lives: the slot went with the session."""
+    pair = make_pair(gate.path, daemon.socket)
+    pair.register()
+    pair.publish(1)
+    stop = gate.stop_at("write.publish", reply=False)
+    publishing = Background(lambda: pair.publish(2))
+    stop.wait()
+    pair.writer._connection._sock.shutdown(2)
+    stop.release(drop=True)
+    publishing.result()
+    assert [v["step"] for v in daemon.ask("versions", job=None)["versions"]] == [2, 1]
+    assert pair.reader.update().step == 2
+    assert pair.values() == {2.0}
+
+
+def test_reply_to_a_publication_is_lost_and_another_rank_aborts_it_meanwhile(
+    daemon: Daemon, gate: Gate, make_writers: Callable[..., list[WeightWriter]]
+) -> None:
+    """Rank 0 has sealed step 2 but does not know; its bytes must not meet what rank 1 publishes after its abort."""
+    weights = [torch.ones(9), torch.ones(9)]
+    writers = make_writers([gate.path, daemon.socket], weights)
+    publish_all(writers, 1)
+    stop = gate.stop_at("write.publish", reply=True)
+    publishing = Background(lambda: writers[0].publish(2))
+    stop.wait()
+    with pytest.raises(ZeroDivisionError), writers[1].begin(2):
+        raise ZeroDivisionError
+    writers[0]._connection._sock.shutdown(2)
+    stop.release(drop=True)
+    with pytest.raises(VersionConflict, match="rank 1 aborted"):
+        publishing.result()
+    publish_all(writers, 2)
 
 
 def test_case_68_abort_by_another_rank_is_told_and_never_mixed(

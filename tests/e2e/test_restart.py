@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from awexd_client import ManifestMismatch, VersionUnavailable, WeightWriter, WorkerWeightsReader
+from tests.attacks.raw import until
 from tests.daemons import Daemon
 from tests.e2e.test_gate import Background, publish_all, restart
 
@@ -53,7 +54,7 @@ def test_case_24_committed_versions_are_back_and_uncommitted_ones_gone(daemon: D
     assert steps(daemon) == [[1, 4], [1, 3]]
     for writer in writers:
         writer.close()
-    assert len(daemon.segments()) == 4
+    until(daemon.socket, lambda _: len(daemon.segments()) == 4)
 
 
 def test_attempt_numbers_are_never_used_twice(daemon: Daemon) -> None:

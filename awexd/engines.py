@@ -1,0 +1,101 @@
+"""What inference processes ask for: registration, versions under lease, and the end of an update."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from awexd import access
+from awexd.service import Call, Reply, Service
+from awexd.store import Wait
+from awexd_transports.layout import digest_of
+from awexd_transports.segment import HEADER_BYTES
+
+_log = logging.getLogger(__name__)
+
+
+class Engines:
+    """The operations ``read.*``."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._store = service.store
+        service.add(
+            {
+                "read.sources": self._sources,
+                "read.register": self._register,
+                "read.siblings": self._siblings,
+                "read.resolve": self._resolve,
+                "read.confirm": self._confirm,
+                "read.release": self._release,
+                "read.wait": self._wait,
+            }
+        )
+
+    def _sources(self, call: Call) -> Reply:
+        name = access.qualify(call.arguments["job"], call.peer)
+        job = self._store.jobs.get(name)
+        access.check_read(name, job, call.peer)
+        digests = self._store.find_set(job, call.arguments["set"]) if job else None
+        if digests is None:
+            return Reply({"set": None, "ranks": [], "bodies": []})
+        index, fd = self._service.shelf.bundle(digests)
+        return Reply({"set": digest_of(digests), "ranks": digests, "bodies": index}, [fd])
+
+    async def _register(self, call: Call) -> Reply:
+        arguments = call.arguments
+        name = access.qualify(arguments["job"], call.peer)
+        engine = access.check_name("engine", arguments["engine"])
+        access.check_read(name, self._store.jobs.get(name), call.peer)
+        async with self._service.manifest(call):
+            job = await self._service.place(call, name, arguments["rank"], engine)
+            self._store.register_worker(
+                call.session,
+                job,
+                engine,
+                arguments["rank"],
+                world_size=arguments["world_size"],
+                digest=arguments["digest"],
+                version=tuple(arguments["version"]) if arguments["version"] else None,
+                updates=arguments["updates"],
+            )
+        peer, rank, size = call.peer, arguments["rank"], arguments["world_size"]
+        _log.info("job %s: engine %s rank %d of %d registered (process %d)", name, engine, rank, size, peer.pid)
+        return Reply({"job": name, "epoch": job.epoch, "updates": self._store.worker_of(call.session)[1].round})
+
+    def _siblings(self, call: Call) -> Reply | Wait:
+        digests = self._store.siblings(call.session)
+        if isinstance(digests, Wait):
+            return digests
+        index, fd = self._service.shelf.bundle(digests)
+        return Reply({"ranks": digests, "bodies": index}, [fd])
+
+    def _resolve(self, call: Call) -> Reply | Wait:
+        job, _ = self._store.worker_of(call.session)
+        arguments = call.arguments
+        seconds = min(arguments["lease_ms"] / 1000, self._service.settings.lease_ttl)
+        resolved = self._store.resolve(call.session, arguments["step"], seconds, arguments["stage"], time.monotonic())
+        if isinstance(resolved, Wait):
+            return resolved
+        version, lease = resolved
+        segments = [job.segments[segment_id] for segment_id in version.segments]
+        body = {
+            "epoch": version.key[0],
+            "step": version.key[1],
+            "lease": lease.id,
+            "set": version.set_digest,
+            "segments": [[s.id, HEADER_BYTES + s.nbytes, s.checksums] for s in segments],
+        }
+        return Reply(body)
+
+    def _confirm(self, call: Call) -> Reply:
+        epoch, step = self._store.confirm(call.session, call.arguments["lease"], time.monotonic())
+        return Reply({"epoch": epoch, "step": step, "updates": self._store.worker_of(call.session)[1].round})
+
+    def _release(self, call: Call) -> Reply:
+        self._store.release(call.session, call.arguments["lease"], call.arguments["dirty"])
+        return Reply({})
+
+    def _wait(self, call: Call) -> Reply | Wait:
+        newest = self._store.newest_since(call.session, call.arguments["step"])
+        return newest if isinstance(newest, Wait) else Reply({"epoch": newest[0], "step": newest[1]})

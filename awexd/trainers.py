@@ -1,0 +1,182 @@
+"""What training processes ask for: registration, memory, slots, and steps that become versions."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from awexd import access
+from awexd.allocator import Allocator
+from awexd.service import Call, Operation, Outcome, Reply, Service
+from awexd.store import Segment, Wait
+from awexd.store.ledger import Session
+from awexd.store.model import Job, SegmentState
+from awexd.store.slots import Shortfall
+from awexd_transports.segment import HEADER_BYTES
+
+_log = logging.getLogger(__name__)
+
+
+class Trainers:
+    """The operations ``write.*``."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._store = service.store
+        self._memory = service.memory
+        self._allocator = Allocator(service.store, service.memory, service.background, service.settle)
+        service.add(
+            {
+                "write.register": self._register,
+                "write.ready": self._ready,
+                "write.reserve": self._reserve,
+                "write.slot": self._slot,
+                "write.publish": self._publish,
+                "write.begin": self._begin,
+                "write.seal": self._seal,
+                "write.abort": self._abort,
+                "write.committed": self._committed,
+            }
+        )
+
+    async def _register(self, call: Call) -> Reply:
+        arguments = call.arguments
+        name = access.qualify(arguments["job"], call.peer)
+        access.check_write(name, call.peer)
+        async with self._service.manifest(call):
+            job = await self._service.place(call, name, arguments["rank"])
+            opened = self._store.register_writer(
+                call.session,
+                job,
+                arguments["rank"],
+                arguments["digest"],
+                world_size=arguments["world_size"],
+                epoch=arguments["epoch"],
+                after=arguments["after"],
+                keep=arguments["keep"],
+            )
+        job.owner_uid = call.peer.uid
+        if opened:
+            self._service.settle()
+            _log.info("job %s: epoch %d opened with %d ranks", name, job.epoch, job.world_size)
+        await self._service.records.save_epoch(job)
+        peer, rank, size = call.peer, arguments["rank"], arguments["world_size"]
+        _log.info("job %s: writer rank %d of %d registered (process %d, uid %d)", name, rank, size, peer.pid, peer.uid)
+        complete = not isinstance(self._store.ready(call.session), Wait)
+        pending = self._store.is_pending(call.session)
+        return Reply({"job": name, "epoch": job.epoch, "pending": pending, "complete": complete})
+
+    def _ready(self, call: Call) -> Reply | Wait:
+        job, _ = self._store.writer_of(call.session)
+        ready = self._store.ready(call.session)
+        if isinstance(ready, Wait):
+            return ready
+        set_digest, digests = ready
+        own = [w for e in job.engines.values() for w in e.workers.values() if w.uid == call.peer.uid]
+        engines = [[worker.engine, worker.rank, worker.digest] for worker in own]
+        index, fd = self._service.shelf.bundle([*digests, *(worker.digest for worker in own)])
+        body = {"epoch": job.epoch, "set": set_digest, "ranks": digests, "engines": engines, "bodies": index}
+        return Reply(body, [fd])
+
+    async def _reserve(self, call: Call) -> Reply:
+        arguments = call.arguments
+        job, writer = self._store.writer_of(call.session)
+        async with self._service.manifest(call):
+            self._store.reserve(call.session, arguments["set"], arguments["digest"], arguments["nbytes"])
+        self._service.settle()
+        await self._allocator.fill(job, writer.rank, call.deadline)
+        return Reply({"slots": len(job.slots(writer.rank)), "lock_problem": self._memory.lock_problem})
+
+    def _slot(self, call: Call) -> Outcome:
+        job, _ = self._store.writer_of(call.session)
+        granted = self._store.grant(call.session)
+        if isinstance(granted, Wait):
+            return granted
+        if isinstance(granted, Shortfall):
+            return self._filled(call, job, granted.rank, self._slot)
+        self._memory.clear(granted.id)
+        return Reply({"segment": granted.id})
+
+    def _next_slot(self, session: Session) -> str | None:
+        granted = self._store.grant(session)
+        if not isinstance(granted, Segment):
+            return None
+        self._memory.clear(granted.id)
+        return granted.id
+
+    def _begin(self, call: Call) -> Outcome:
+        job, _ = self._store.writer_of(call.session)
+        begun = self._store.begin(call.session, call.arguments["step"], call.arguments["set"])
+        if isinstance(begun, Wait):
+            return begun
+        if isinstance(begun, Shortfall):
+            return self._filled(call, job, begun.rank, self._begin)
+        self._memory.clear(begun.segment.id)
+        return Reply({"attempt": begun.attempt.number, "epoch": job.epoch, "segment": begun.segment.id})
+
+    async def _filled(self, call: Call, job: Job, rank: int, again: Operation) -> Outcome:
+        await self._allocator.fill(job, rank, call.deadline)
+        return again(call)
+
+    def _seal(self, call: Call) -> Reply:
+        job, _ = self._store.writer_of(call.session)
+        epoch, step, attempt, checksums = (call.arguments[k] for k in ("epoch", "step", "attempt", "checksums"))
+        segment = self._store.check_seal(call.session, epoch, step, attempt)
+        if segment is not None:
+            self._seal_slot(call, job, segment, epoch, step, attempt, checksums)
+        return Reply({"committed": self._store.committed(call.session, epoch, step, attempt) is None})
+
+    def _publish(self, call: Call) -> Reply | Wait:
+        """Begins and seals at once a slot that was granted and has been filled. Grants the next, if one is free."""
+        job, _ = self._store.writer_of(call.session)
+        step, set_digest, slot, checksums = (call.arguments[k] for k in ("step", "set", "segment", "checksums"))
+        attempt = self._store.sealed_in(call.session, step, slot)
+        if attempt is None:
+            begun = self._store.begin_filled(call.session, step, set_digest, slot)
+            if isinstance(begun, Wait):
+                return begun
+            attempt = begun.attempt.number
+            try:
+                self._seal_slot(call, job, begun.segment, job.epoch, step, attempt, checksums)
+            except Exception as error:
+                self._store.abort(call.session, step, attempt, str(error))
+                raise
+            self._service.settle()  # readers first
+        committed = self._store.committed(call.session, job.epoch, step, attempt) is None
+        following = self._next_slot(call.session)
+        return Reply({"epoch": job.epoch, "attempt": attempt, "committed": committed, "next": following})
+
+    def _seal_slot(
+        self, call: Call, job: Job, segment: Segment, epoch: int, step: int, attempt: int, checksums: bool
+    ) -> None:
+        self._memory.seal(segment.id, _header(job, segment, epoch, step, attempt, checksums))
+        version = self._store.seal(call.session, step, checksums)
+        if version:
+            self._service.records.save_soon(job)
+            _log.debug("job %s: %s committed", job.name, version)
+
+    def _abort(self, call: Call) -> Reply:
+        arguments = call.arguments
+        self._store.abort(call.session, arguments["step"], arguments["attempt"], arguments["reason"])
+        return Reply({})
+
+    def _committed(self, call: Call) -> Reply | Wait:
+        epoch, step, attempt = (call.arguments[k] for k in ("epoch", "step", "attempt"))
+        return self._store.committed(call.session, epoch, step, attempt) or Reply({})
+
+
+def _header(job: Job, segment: Segment, epoch: int, step: int, attempt: int, checksums: bool) -> dict[str, Any]:
+    return {
+        "job": job.name,
+        "owner_uid": job.owner_uid,
+        "epoch": epoch,
+        "step": step,
+        "attempt": attempt,
+        "rank": segment.rank,
+        "world_size": job.world_size,
+        "keep": job.keep,
+        "digest": segment.digest,
+        "checksums": checksums,
+        "size": HEADER_BYTES + segment.nbytes,
+        "state": str(SegmentState.SEALED),
+    }
