@@ -81,7 +81,7 @@ class TestCorruption:
         with open(segment, "r+b") as file:
             file.seek(checksums_at(writer._segment.manifest))
             file.write(bytes(8))
-        with pytest.raises(IntegrityError, match="^a "):
+        with pytest.raises(IntegrityError, match=r"^a "):
             reader.update()
         assert reader.state == "dirty"
 

@@ -219,8 +219,9 @@ def _weighted(held: Words, rows: Words, words: Words) -> int:
 
 
 def _parts(held: Words, words: Words, rows: Words) -> Words:
-    found: Words = np.einsum("...bc,bc->...b", held, words).reshape(len(rows), -1)
-    return np.einsum("rb,r->b", found, rows)
+    found = np.einsum("...bc,bc->...b", held, words).reshape(len(rows), -1)
+    sums: Words = np.einsum("rb,r->b", found, rows)
+    return sums
 
 
 def _gathered(box: _Rows, low: int, high: int) -> int:
