@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from awexd_transports import digest as digests
-from awexd_transports.digest import MASK, digest, parted, terms, total
+from awexd_transports.digest import MASK, SPAN, digest, parted, terms, total
 from awexd_transports.dtypes import ITEMSIZE
 from awexd_transports.layout import Box
 from awexd_transports.view import View
@@ -68,7 +68,7 @@ def cut(draw: st.DrawFn, box: Box) -> list[Box]:
 
 @pytest.fixture
 def short_spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Spans of 4 words instead of 128 Ki, so that small rows have several."""
+    """Spans of 4 words instead of 256 Ki, so that small rows have several."""
     for kept in (digests._kept_words, digests._kept_rows):
         kept.cache_clear()
     with monkeypatch.context() as patched:
@@ -101,7 +101,7 @@ class TestDefinition:
         shape = tuple(data.draw(st.lists(st.sampled_from((1, 2, 3, 5, 8, 16)), max_size=3)))
         dtype = data.draw(st.sampled_from(DTYPES))
         truth = filled(shape, ITEMSIZE[dtype])
-        expected = by_definition(truth, whole(shape), 1 << 17)
+        expected = by_definition(truth, whole(shape), SPAN)
         boxes = data.draw(cut(whole(shape)))
         asked = [(box, dtype) for box in boxes]
         memory = data.draw(strided(asked)) if data.draw(st.booleans()) else dense(asked)
@@ -110,7 +110,7 @@ class TestDefinition:
             view.bytes_array()[...] = part_of(truth, box).view(np.int8)
             one = digest(view, shape, box.offset)
             if box.numel < 40:
-                assert one == by_definition(truth, box, 1 << 17)
+                assert one == by_definition(truth, box, SPAN)
             found += one
         assert found & MASK == expected
 

@@ -14,8 +14,9 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
-BLOCK = 1 << 20
-"""Bytes of whole rows that are copied and summed at once: they stay in a core's share of the cache."""
+BLOCK = 2 << 20
+"""Bytes of whole rows that are copied, then summed while they still are in the shared cache: with less, the calls and
+the waits for the GIL between them took up to a fifth longer."""
 PART = 512
 PARTS = 8
 

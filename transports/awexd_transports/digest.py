@@ -32,8 +32,8 @@ import numpy.typing as npt
 from awexd_transports.view import View, array_at
 
 MASK = (1 << 64) - 1
-SPAN = 1 << 17
-"""Words (1 MiB): along a longer row the words' own weights repeat, times one of the span."""
+SPAN = 1 << 18
+"""Words (2 MiB): along a longer row the words' own weights repeat, times one of the span."""
 ROWS, SPANS, WORDS = 0x9F1B_5C3A_7D24_E681, 0x3C6E_F372_FE94_F82B, 0xA54F_F53A_5F1D_36F1
 
 FLAT = 4096
@@ -75,14 +75,16 @@ def parted(view: View, shape: Sequence[int], offset: Sequence[int], parts: int) 
     low, high = box.first, box.first + box.count
     if not box.aligned or box.count % parts or low // SPAN != (high - 1) // SPAN:
         return None
-    held, weights = box.words(low, high), _word_weights(low, high).reshape(parts, -1)
+    whole, weights = box.words(low, high), _word_weights(low, high).reshape(parts, -1)
     held = np.lib.stride_tricks.as_strided(
-        held, (*held.shape[:-1], *weights.shape), (*held.strides[:-1], weights.shape[1] * 8, 8)
+        whole, (*whole.shape[:-1], *weights.shape), (*whole.strides[:-1], weights.shape[1] * 8, 8)
     )
     rows = box.weights(low)
     if held.size <= FLAT and held.ndim <= 3:
-        whole = np.multiply.outer(rows, weights).reshape(held.shape)
-        return partial(np.einsum, "rbc,rbc->b" if held.ndim == 3 else "bc,bc->b", held, whole)
+        each = np.multiply.outer(rows, weights).reshape(held.shape)
+        return partial(np.einsum, "rbc,rbc->b" if held.ndim == 3 else "bc,bc->b", held, each)
+    if held.ndim == 3 and weights.size <= FLAT:
+        return partial(_columns, whole, rows, weights.reshape(-1), parts)
     return partial(_parts, held, weights, rows)
 
 
@@ -216,6 +218,14 @@ def _dot(held: Words, weights: Words) -> int:
 
 def _weighted(held: Words, rows: Words, words: Words) -> int:
     return int(np.dot(np.einsum("...c,c->...", held, words).reshape(-1), rows))
+
+
+def _columns(held: Words, rows: Words, words: Words, parts: int) -> Words:
+    """As ``_parts``, with an inner loop of whole rows: parts may be short."""
+    found = np.einsum("rc,r->c", held, rows)
+    found *= words
+    sums: Words = np.add.reduce(found.reshape(parts, -1), axis=1)
+    return sums
 
 
 def _parts(held: Words, words: Words, rows: Words) -> Words:
