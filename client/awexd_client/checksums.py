@@ -1,34 +1,194 @@
-"""XXH3-64 of each piece of a segment, in a table after the pieces. Against accidents, not against attackers."""
+"""Checksums of a segment's cells: stored while the writer copies them, compared while the reader does.
+
+One u64 a cell, in a table after the pieces (``awexd_transports.cells``, ``.digest``). Against accidents, not attackers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
-import xxhash
+import numpy.typing as npt
 
 from awexd_client.mappings import Mapping
-from awexd_transports.layout import Manifest
-from awexd_transports.segment import CHECKSUM_BYTES, checksums_at, piece_at
+from awexd_transports.boxes import subtract
+from awexd_transports.cells import Grid, Place, Tile, grid
+from awexd_transports.copy import Row, View
+from awexd_transports.digest import MASK, Term, parted, terms, total
+from awexd_transports.errors import IntegrityError
+from awexd_transports.layout import Box, Entry, Manifest
+from awexd_transports.segment import CHECKSUM_BYTES, CHECKSUM_OFFSET, checksums_at, first_cells
+from awexd_transports.view import array_at
+
+_UNSUMMED = -1
+_OFFSET = np.uint64(CHECKSUM_OFFSET).view(np.int64)
+
+Table = npt.NDArray[np.int64]
 
 
-def piece_checksums(manifest: Manifest, mapping: Mapping) -> bytes:
-    """The table: one little-endian u64 a piece, of the bytes that lie in the segment."""
-    sums = [_checksum(manifest, mapping, piece) for piece in range(len(manifest.pieces))]
-    return np.array(sums, dtype="<u8").tobytes()
+def table_of(manifest: Manifest, mapping: Mapping) -> Table:
+    """The table in a mapped segment: the very memory. It does not keep the mapping."""
+    count = first_cells(manifest)[-1]
+    return array_at(mapping.address + checksums_at(manifest), CHECKSUM_BYTES, (count,), (CHECKSUM_BYTES,))
 
 
-def wrong_piece(manifest: Manifest, mapping: Mapping, pieces: Iterable[int]) -> str | None:
-    """The name of the first of these pieces whose bytes are not what its checksum says; None if all are right."""
-    table = mapping.read(checksums_at(manifest), CHECKSUM_BYTES * len(manifest.pieces))
-    stored = np.frombuffer(table, dtype="<u8").copy()
-    table.release()
-    for piece in pieces:
-        if _checksum(manifest, mapping, piece) != int(stored[piece]):
-            return manifest.pieces[piece].tensor.name
-    return None
+def summed_rows(row: Row, entry: Entry, table: Table) -> Iterator[Row]:
+    """The row, which fills a piece of a segment, tile by tile; each tile's checksums go into the piece's ``table``.
+
+    They are of the bytes in the segment, after a cast.
+    """
+    whole = grid(entry.box.shape, row.destination.itemsize)
+    for tile in whole.tiles((0,) * len(whole.shape), whole.shape):
+        to, of = _sub(row.destination, tile.low, tile.high), _sub(row.source, tile.low, tile.high)
+        yield Row(to, of, row.label, row.cast, _storing(whole, tile, to, entry, table))
 
 
-def _checksum(manifest: Manifest, mapping: Mapping, piece: int) -> int:
-    with mapping.read(piece_at(manifest, piece), manifest.pieces[piece].nbytes) as data:
-        return xxhash.xxh3_64_intdigest(data)
+def _storing(whole: Grid, tile: Tile, view: View, entry: Entry, table: Table) -> Callable[[], object]:
+    into = table[tile.cell : tile.cell + tile.cells]
+    together = parted(view, entry.tensor.shape, _plus(entry.box.offset, tile.low), tile.cells)
+    if together:
+        return partial(_store_all, together, into)
+    found = []
+    for number in range(tile.cell, tile.cell + tile.cells):
+        low, high = whole.cell(number)
+        part = _sub(view, _minus(low, tile.low), _minus(high, tile.low))
+        found.append(terms(part, entry.tensor.shape, _plus(entry.box.offset, low)))
+    return partial(_store_each, found, into)
+
+
+def _store_all(sums: Callable[[], Table], into: Table) -> None:
+    np.add(sums(), _OFFSET, out=into)
+
+
+def _store_each(cells: Sequence[Sequence[Term]], into: Table) -> None:
+    into.view(np.uint64)[:] = [(total(parts) + CHECKSUM_OFFSET) & MASK for parts in cells]
+
+
+class _Sum(NamedTuple):
+    """What one tile's copy must add up to, and of what it was a part."""
+
+    rank: int
+    first: int
+    label: str
+    entry: Entry
+    tile: Tile
+    destination: View
+    source: View
+
+
+class Comparison:
+    """Sums what a reader copied, while it copies, and compares with what the writers stored.
+
+    A tile of which only a part is copied has its rest summed in the source: so every byte that is copied is part of a
+    comparison, whatever the two shardings are.
+
+    Args:
+        manifests: of the segments, by writer rank.
+        segments: those that are read, by writer rank.
+    """
+
+    def __init__(self, manifests: Sequence[Manifest], segments: dict[int, Mapping]) -> None:
+        self._segments = segments
+        self._cells = {rank: first_cells(manifests[rank]) for rank in segments}
+        self._tables = {rank: table_of(manifests[rank], mapping) for rank, mapping in segments.items()}
+        self._sums: list[_Sum] = []
+        self._found: list[int] = []
+
+    def rows(self, row: Row, rank: int, entry: Entry, whole: View, low: Place) -> Iterator[Row]:
+        """The row, which copies a part of a piece of that rank, tile by tile.
+
+        Args:
+            entry: the piece's own (the first of its aliases: the one whose coordinates its checksums have).
+            whole: where all of the piece lies.
+            low: where in the piece the row's box begins.
+        """
+        low = low or (0,)
+        high = _plus(low, row.destination.shape or (1,))
+        for tile in grid(entry.box.shape, whole.itemsize).tiles(low, high):
+            part = _minus(tile.taken_low, low), _minus(tile.taken_high, low)
+            to, of = _sub(row.destination, *part), _sub(row.source, *part)
+            first = self._cells[rank][entry.piece] + tile.cell
+            at = len(self._sums)
+            self._sums.append(_Sum(rank, first, row.label, entry, tile, to, whole))
+            self._found.append(_UNSUMMED)
+            yield Row(to, of, row.label, False, partial(self._sum, at, _all_terms(self._sums[at], to)))
+
+    def forget(self) -> None:
+        """Before each run: a sum that is not taken again must not pass."""
+        self._found[:] = [_UNSUMMED] * len(self._found)
+
+    def check(self) -> None:
+        """After each run.
+
+        Raises:
+            IntegrityError: names the tensor, the rank that wrote it, and the cell.
+        """
+        expected = self._expected()
+        if expected == self._found:
+            return
+        at = next(at for at, value in enumerate(self._found) if value != expected[at])
+        raise IntegrityError(self._told(self._sums[at]))
+
+    def _sum(self, at: int, parts: Sequence[Term]) -> None:
+        self._found[at] = total(parts)
+
+    def _expected(self) -> list[int]:
+        if not self._sums:
+            return []
+        ranks = sorted(self._tables)
+        stored = np.concatenate([*(self._tables[rank].view(np.uint64) for rank in ranks), np.zeros(1, np.uint64)])
+        bases = dict(zip(ranks, np.cumsum([0, *(len(self._tables[rank]) for rank in ranks)]).tolist(), strict=False))
+        starts = np.array([bases[one.rank] + one.first for one in self._sums])
+        counts = np.array([one.tile.cells for one in self._sums])
+        sums = np.add.reduceat(stored, np.stack([starts, starts + counts], axis=1).reshape(-1))[::2]
+        expected: list[int] = (sums - counts.astype(np.uint64) * np.uint64(CHECKSUM_OFFSET)).tolist()
+        return expected
+
+    def _told(self, one: _Sum) -> str:
+        """What is wrong with a tile, as closely as can be said now."""
+        cells = grid(one.entry.box.shape, one.source.itemsize)
+        stored = self._tables[one.rank].view(np.uint64)
+        places = [(one.first + at, *cells.cell(one.tile.cell + at)) for at in range(one.tile.cells)]
+        for number, low, high in places:
+            held = total(terms(_sub(one.source, low, high), one.entry.tensor.shape, _plus(one.entry.box.offset, low)))
+            if (held + CHECKSUM_OFFSET) & MASK != int(stored[number]):
+                where = _box(one.entry, low, high)
+                return f"{one.label} {where}: the bytes that are held are not those that rank {one.rank} wrote"
+        taken = _box(one.entry, one.tile.taken_low, one.tile.taken_high)
+        return f"{one.label} {taken}: differs after the copy from what rank {one.rank} wrote and is held"
+
+
+def _all_terms(one: _Sum, destination: View) -> list[Term]:
+    """Of what is copied, where it arrives, and of the rest of its cells, where it is held."""
+    shape, origin, tile = one.entry.tensor.shape, one.entry.box.offset, one.tile
+    found = terms(destination, shape, _plus(origin, tile.taken_low))
+    cells, taken = _span(tile.low, tile.high), _span(tile.taken_low, tile.taken_high)
+    for rest in subtract(cells, taken) if cells != taken else ():
+        found += terms(_sub(one.source, rest.offset, rest.end), shape, _plus(origin, rest.offset))
+    return found
+
+
+def _box(entry: Entry, low: Place, high: Place) -> Box:
+    """In the tensor's coordinates, to be shown."""
+    if not entry.box.offset:
+        return entry.box
+    return _span(_plus(entry.box.offset, low), _plus(entry.box.offset, high))
+
+
+def _span(low: Place, high: Place) -> Box:
+    return Box(low, _minus(high, low))
+
+
+def _sub(view: View, low: Place, high: Place) -> View:
+    """That part of a view; of one without dimensions, all."""
+    return view.sub([slice(a, b) for a, b in zip(low, high, strict=True)]) if view.shape else view
+
+
+def _plus(place: Place, by: Iterable[int]) -> Place:
+    return tuple(a + b for a, b in zip(place, by, strict=False))
+
+
+def _minus(place: Place, by: Iterable[int]) -> Place:
+    return tuple(a - b for a, b in zip(place, by, strict=False))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import mmap
 import os
 import threading
@@ -12,9 +12,13 @@ import numpy as np
 
 from awexd.protocol import MAX_FDS
 from awexd_transports.errors import IntegrityError
+from awexd_transports.threads import default_threads, spread
 
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 """Linux 5.14; Python has no names for them."""
+_POPULATE_THREADS = 4
+_POPULATE_BYTES = 32 << 20
+"""Bytes that one call faults in; the kernel takes a lock of the whole address space for each."""
 
 OpenSegments = Callable[[Sequence[str]], list[int]]
 
@@ -30,12 +34,11 @@ class Mapping:
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         self._map = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=access)
         self._map.madvise(mmap.MADV_DONTFORK)
-        with contextlib.suppress(OSError):  # an older kernel: pages are faulted in by the first copy instead
-            self._map.madvise(_MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ)
         # An array of the map pins it: closing the map under a tensor or view raises instead of crashing later.
         self._bytes: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = np.frombuffer(self._map, dtype=np.uint8)
         self.address = self._bytes.ctypes.data
         self.nbytes = nbytes
+        _populate(self.address, nbytes, _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ)
 
     def read(self, at: int, nbytes: int) -> memoryview:
         """Bytes of the segment, as they lie there."""
@@ -51,6 +54,18 @@ class Mapping:
     def close(self) -> None:
         self._bytes = None
         self._map.close()
+
+
+def _populate(address: int, nbytes: int, advice: int) -> None:
+    """Faults the pages in, on a few threads; each call leaves the GIL alone, as ``mmap.madvise`` does not.
+
+    Best effort: on an older kernel, or where memory is short, the first copy faults them in instead (or fails).
+    """
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    starts = range(0, nbytes, _POPULATE_BYTES)
+    threads = min(default_threads(), _POPULATE_THREADS)
+    spread(starts, lambda at: madvise(address + at, min(_POPULATE_BYTES, nbytes - at), advice), threads)
 
 
 class Mappings:

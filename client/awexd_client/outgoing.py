@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from awexd_client.checksums import summed_rows, table_of
 from awexd_client.holding import Holding
 from awexd_client.mappings import Mapping
 from awexd_transports.copy import CopyTable, Row, View
 from awexd_transports.errors import ManifestMismatch
 from awexd_transports.layout import Entry, Manifest
-from awexd_transports.segment import piece_at, segment_nbytes
+from awexd_transports.segment import first_cells, piece_at, segment_nbytes
 
 
 class SegmentLayout:
@@ -19,18 +20,28 @@ class SegmentLayout:
         self.manifest = manifest
         self.registered_set = registered_set
         self.nbytes = segment_nbytes(manifest)
+        self._cells = first_cells(manifest)
         self.tables: dict[str, CopyTable] = {}
         self.parts: list[list[tuple[int, Entry, tuple[slice, ...]]]] = [[] for _ in holding.manifest.pieces]
         for number, entry in enumerate(manifest.pieces):
             source = _containing(holding.manifest, entry)
             self.parts[source.piece].append((number, entry, entry.box.relative_to(source.box.offset)))
 
-    def rows(self, piece: int, view: View, mapping: Mapping) -> Iterable[Row]:
-        """Copies of the registered piece, which lies at ``view``, into the segment."""
+    def rows(self, piece: int, view: View, mapping: Mapping, *, summed: bool = False) -> Iterable[Row]:
+        """Copies of the registered piece, which lies at ``view``, into the segment.
+
+        Args:
+            summed: they also fill the pieces' part of the segment's table of checksums.
+        """
+        table = table_of(self.manifest, mapping) if summed else None
         for number, entry, box in self.parts[piece]:
             address = mapping.address + piece_at(self.manifest, number)
             destination = View.packed(address, entry.box.shape, entry.tensor.dtype, mapping)
-            yield Row(destination, view.sub(box), entry.tensor.name, cast=view.dtype != entry.tensor.dtype)
+            row = Row(destination, view.sub(box), entry.tensor.name, cast=view.dtype != entry.tensor.dtype)
+            if table is None:
+                yield row
+            else:
+                yield from summed_rows(row, entry, table[self._cells[number] : self._cells[number + 1]])
 
 
 def check_same(rows: list[Row]) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from awexd_client.checksums import wrong_piece
+from awexd_client.checksums import Comparison
 from awexd_client.holding import Holding
 from awexd_client.mappings import Mapping as MappedSegment
 from awexd_transports.copy import CopyTable, Row, View
@@ -32,20 +32,32 @@ class Sources:
 
     def view(self, copy: Copy, box: Box, segments: Segments) -> View:
         """Where ``box`` of that copy's source lies."""
+        entry = self.manifests[copy.source].entries[copy.source_entry]
+        return self.piece(copy, segments).sub(box.relative_to(entry.box.offset))
+
+    def piece(self, copy: Copy, segments: Segments) -> View:
+        """Where all of the piece lies of which that copy takes a part."""
         manifest, segment = self.manifests[copy.source], segments[copy.source]
         entry = manifest.entries[copy.source_entry]
-        held = View.packed(
-            segment.address + piece_at(manifest, entry.piece), entry.box.shape, entry.tensor.dtype, segment
-        )
-        return held.sub(box.relative_to(entry.box.offset))
+        address = segment.address + piece_at(manifest, entry.piece)
+        return View.packed(address, entry.box.shape, entry.tensor.dtype, segment)
 
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """``copies`` fills the live tensors; ``same`` only compares what the names of one tensor are published with."""
+    """The tables of one worker for one set of slots.
+
+    Attributes:
+        copies: fill the live tensors.
+        same: only compared: what the names of one tensor are published with.
+        sums: of what ``copies`` brings from segments with checksums, if they are to be compared.
+        bare: the copies from segments without checksums, if what they bring is to be compared with its source.
+    """
 
     copies: CopyTable
     same: CopyTable
+    sums: Comparison | None
+    bare: CopyTable
 
     def check(self) -> None:
         """Nothing may be lost where one live tensor stands for several published ones.
@@ -60,26 +72,47 @@ class Tables:
                 mismatched={difference.label: f"they differ first at {list(difference.index)} of their part"},
             )
 
+    def run(self, threads: int | None = None) -> None:
+        """Copies, and compares what arrived in the same pass.
 
-def build(holding: Holding, sources: Sources, segments: Segments) -> Tables:
-    """The tables of one worker for one set of slots."""
-    rows = (_row(holding, sources, copy, segments) for copy in sources.plan.copies)
-    return Tables(CopyTable(rows), CopyTable(_same(holding, sources, segments)))
+        Raises:
+            IntegrityError: some of what is in the live tensors now is not what its writer wrote.
+        """
+        if self.sums:
+            self.sums.forget()
+        self.copies.run(threads)
+        if self.sums:
+            self.sums.check()
+        difference = self.bare.first_difference(threads)
+        if difference:
+            raise IntegrityError(
+                f"{difference.label} differs after the copy from what is held, first at {list(difference.index)} of "
+                "its part"
+            )
 
 
-def check_pieces(sources: Sources, segments: Segments, summed: Sequence[bool]) -> None:
-    """Compares the pieces that will be read with their writers' checksums, where there are any.
+def build(holding: Holding, sources: Sources, segments: Segments, summed: Collection[int] | None) -> Tables:
+    """The tables of one worker for one set of slots.
 
-    Raises:
-        IntegrityError: naming the tensor and the rank that wrote it.
+    Args:
+        summed: the writer ranks whose segments have checksums to compare with; None: nothing is to be compared.
     """
-    pieces: dict[int, set[int]] = {}
+    if summed is None:
+        rows: Iterable[Row] = (_row(holding, sources, copy, segments) for copy in sources.plan.copies)
+        return Tables(CopyTable(rows), CopyTable(_same(holding, sources, segments)), None, CopyTable(()))
+    sums = Comparison(sources.manifests, {rank: segments[rank] for rank in sources.ranks if rank in summed})
+    rows, bare = [], []
     for copy in sources.plan.copies:
-        pieces.setdefault(copy.source, set()).add(sources.manifests[copy.source].entries[copy.source_entry].piece)
-    for rank, read in sorted(pieces.items()):
-        wrong = wrong_piece(sources.manifests[rank], segments[rank], sorted(read)) if summed[rank] else None
-        if wrong:
-            raise IntegrityError(f"{wrong}: the bytes that are held are not those that rank {rank} wrote")
+        row = _row(holding, sources, copy, segments)
+        if copy.source not in summed:
+            bare.append(row)
+            continue
+        manifest = sources.manifests[copy.source]
+        entry = manifest.entries[copy.source_entry]
+        low = tuple(a - b for a, b in zip(copy.box.offset, entry.box.offset, strict=True))
+        whole = sources.piece(copy, segments)
+        rows += sums.rows(row, copy.source, manifest.pieces[entry.piece], whole, low)
+    return Tables(CopyTable([*rows, *bare]), CopyTable(_same(holding, sources, segments)), sums, CopyTable(bare))
 
 
 def _row(holding: Holding, sources: Sources, copy: Copy, segments: Segments) -> Row:

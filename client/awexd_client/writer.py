@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from awexd.protocol import MAX_DEADLINE_MS, MAX_KEEP, MAX_STEP
 from awexd_client.adapters.base import Adapter
 from awexd_client.adapters.registry import shards_of
-from awexd_client.checksums import piece_checksums
 from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline, Endpoint, check_whole, failed
 from awexd_client.holding import Casts, Holding, view_of
 from awexd_client.mappings import Mapping
 from awexd_client.outgoing import SegmentLayout, check_same
 from awexd_client.publication import Publication, Update
 from awexd_client.session import Asked, NoAnswer
-from awexd_transports.copy import CopyTable, Row, View
+from awexd_transports.copy import CopyTable, Row, View, default_threads
 from awexd_transports.errors import (
     AwexdError,
     DaemonUnavailable,
@@ -28,7 +27,7 @@ from awexd_transports.errors import (
 )
 from awexd_transports.layout import Box, Shard
 from awexd_transports.plan import compare
-from awexd_transports.segment import HEADER_BYTES, checksums_at
+from awexd_transports.segment import HEADER_BYTES
 from awexd_transports.share import share
 
 _log = logging.getLogger(__name__)
@@ -45,7 +44,8 @@ class WeightWriter(Endpoint):
         epoch: ``"continue"`` joins the job's epoch (opens the first); ``"new"``, passed by all ranks of a restarted
             trainer, opens the next one when the last of them has registered.
         mode, transport: ``"auto"``, ``"host"`` and ``"auto"``, ``"shm"`` are available without GPUs.
-        verify: ``"checksum"`` stores a checksum of every tensor, which readers with the same setting check.
+        verify: ``"checksum"`` stores checksums, summed in the copy's own pass, which readers with the same setting
+            check; ``"off"`` saves their time, about a quarter to two fifths of the copy's.
         keep: versions that stay held.
         timeout: seconds for the daemon's greeting.
 
@@ -63,7 +63,7 @@ class WeightWriter(Endpoint):
         *,
         mode: str = "auto",
         transport: str = "auto",
-        verify: str = "off",
+        verify: str = "checksum",
         keep: int = 2,
         timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
@@ -299,7 +299,7 @@ class WeightWriter(Endpoint):
         try:
             started = time.monotonic()
             table = self._table(mapping)
-            table.run()
+            table.run(default_threads(self.world_size))
             publication.nbytes, publication.copy_seconds = table.nbytes, time.monotonic() - started
             sent.append(publication)
             self._seal(publication, mapping, deadline)
@@ -322,8 +322,11 @@ class WeightWriter(Endpoint):
         segment = self._segment
         key = str(mapping.address)
         if key not in segment.tables:
+            summed = self.verify_mode == "checksum"
             views = enumerate(self._holding.piece_views())
-            segment.tables[key] = CopyTable(row for piece, view in views for row in segment.rows(piece, view, mapping))
+            segment.tables[key] = CopyTable(
+                row for piece, view in views for row in segment.rows(piece, view, mapping, summed=summed)
+            )
         return segment.tables[key]
 
     def _check_open(self, publication: Publication, mapping: Mapping) -> None:
@@ -354,6 +357,7 @@ class WeightWriter(Endpoint):
             new: dict[tuple[str, Box], int] = {}
             rows: dict[int, list[Row]] = {}
             again: list[Row] = []
+            summed = self.verify_mode == "checksum"
             for shard in shards_of(target):
                 part, view = (shard.name, shard.box), view_of(shard)
                 piece = self._find(shard, view)
@@ -362,15 +366,14 @@ class WeightWriter(Endpoint):
                         f"step {publication.step}", mismatched={shard.name: f"{shard.box} was written already"}
                     )
                 # A further name of a piece that is there already: it must bring the same bytes.
-                found = list(self._segment.rows(piece, view, mapping))
                 if piece in rows or piece in parts.values():
-                    again += found
+                    again += self._segment.rows(piece, view, mapping)
                 else:
-                    rows[piece] = found
+                    rows[piece] = list(self._segment.rows(piece, view, mapping, summed=summed))
                 new[part] = piece
             table = CopyTable(row for found in rows.values() for row in found)
             started = time.monotonic()
-            table.run()
+            table.run(default_threads(self.world_size))
             publication.copy_seconds += time.monotonic() - started
             publication.nbytes += table.nbytes
             check_same(again)
@@ -391,9 +394,6 @@ class WeightWriter(Endpoint):
         return entry.piece
 
     def _seal(self, publication: Publication, mapping: Mapping, deadline: Deadline) -> None:
-        if self.verify_mode == "checksum":
-            segment = self._segment
-            mapping.write(checksums_at(segment.manifest), piece_checksums(segment.manifest, mapping))
         self._ask_to_seal(publication, deadline)
 
     def _ask_to_seal(self, publication: Publication, deadline: Deadline) -> None:

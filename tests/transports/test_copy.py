@@ -8,6 +8,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from awexd_transports.copy import CopyTable, Difference, Row, default_threads, s
 from awexd_transports.dtypes import ITEMSIZE
 from awexd_transports.errors import InvalidArgument
 from awexd_transports.layout import Box
+from awexd_transports.threads import MAX_THREADS
 from awexd_transports.view import View
 from tests.transports.strategies import GUARD, Memory, dense, strided, whole
 
@@ -316,7 +318,7 @@ def test_threads_must_be_positive_and_are_bounded() -> None:
         table.run(0)
     table.run(10_000)
     assert torch.equal(source, destination)
-    assert threading.active_count() <= copying.MAX_THREADS + 2
+    assert threading.active_count() <= MAX_THREADS + 2
     assert 1 <= default_threads() <= 8
 
 
@@ -353,11 +355,10 @@ def test_a_failing_step_is_raised_not_swallowed() -> None:
         raise OSError("no such page")
 
     for batch in (table._batches[0], table._batches[-1]):
-        kept = list(batch)
-        batch[:] = [(fail, None, None)]
+        batch.steps.append((fail, None, None))
         with pytest.raises(OSError, match="no such page"):
             table.run(2)
-        batch[:] = kept
+        batch.steps.pop()
     table.run(2)
     assert torch.equal(source, destination)
 
@@ -382,6 +383,28 @@ def test_a_forked_child_copies_with_threads_of_its_own() -> None:
     finally:
         os.close(handle)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_what_comes_after_a_row_is_called_once_a_run_when_its_bytes_are_there() -> None:
+    """Also rows of many tiles, and rows that would otherwise be joined with their neighbours."""
+    source, destination = random_bytes(9 * MIB), torch.zeros(9 * MIB, dtype=torch.uint8)
+    places = [slice(at, at + 3 * MIB // 2) for at in range(0, 9 * MIB, 3 * MIB // 2)]
+    seen: list[int] = []
+
+    def look(at: int) -> None:
+        assert torch.equal(source[places[at]], destination[places[at]])
+        seen.append(at)
+
+    rows = [
+        Row(View.of(destination[place]), View.of(source[place]), after=partial(look, at))
+        for at, place in enumerate(places)
+    ]
+    table = CopyTable(rows)
+    for _ in range(2):
+        seen.clear()
+        destination.zero_()
+        table.run(2)
+        assert sorted(seen) == list(range(len(places)))
 
 
 def test_memory_that_is_no_tensors_can_be_both_sides() -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
+from awexd_transports.cells import grid
+from awexd_transports.dtypes import ITEMSIZE
 from awexd_transports.layout import Manifest
 
 HEADER_BYTES = 4096
 """One page, written by the daemon alone."""
 CHECKSUM_BYTES = 8
-"""One little-endian ``u64`` a piece, after the last piece."""
+"""One little-endian ``u64`` a cell (see ``cells``), after the last piece, in order of pieces."""
+CHECKSUM_OFFSET = 0x6A09_E667_F3BC_C909
+"""Added to each cell's digest, modulo 2**64: memory that is all zeros, digests included, must not look right."""
 
 
 def segment_nbytes(manifest: Manifest) -> int:
-    """Bytes of a segment of this manifest, header not counted: packed pieces, then their checksums."""
-    return manifest.segment_nbytes + CHECKSUM_BYTES * len(manifest.piece_nbytes)
+    """Bytes of a segment of this manifest, header not counted: packed pieces, then the checksums of their cells."""
+    return manifest.segment_nbytes + CHECKSUM_BYTES * first_cells(manifest)[-1]
 
 
 def piece_at(manifest: Manifest, piece: int) -> int:
@@ -23,3 +29,9 @@ def piece_at(manifest: Manifest, piece: int) -> int:
 def checksums_at(manifest: Manifest) -> int:
     """Where the table of checksums starts, in bytes from the start of the segment's object."""
     return HEADER_BYTES + manifest.segment_nbytes
+
+
+def first_cells(manifest: Manifest) -> list[int]:
+    """The number of each piece's first cell in the table, and the number of all cells."""
+    counts = (grid(entry.box.shape, ITEMSIZE[entry.tensor.dtype]).cells for entry in manifest.pieces)
+    return list(accumulate(counts, initial=0))
