@@ -19,7 +19,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
@@ -120,8 +119,8 @@ def _torchstore(name: str, interpreter: Path, ours: Pair, weights: Weights, roun
     except SideFailed as failure:
         return _failed(name, peer, failure)
     note = (
-        "put and get of all tensors at once, in place, through a volume in a third process, by Monarch's messages: the "
-        "release has no shared-memory transport, and RDMA needs a device. With torchmonarch 0.2.0 and torch 2.13.0: the "
+        "put and get of all tensors at once, in place, through a volume in a third process, by Monarch's messages (the "
+        "release has no shared-memory transport; RDMA needs a device); torchmonarch 0.2.0 and torch 2.13.0, since the "
         "torchmonarch 0.1.2 that it asks for is linked against libcuda"
     )
     return _compared(name, peer, times, note)

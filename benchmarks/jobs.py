@@ -63,7 +63,7 @@ def dense_8b() -> Model:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands: the dense parts are cut in ``tp``; experts are whole on 1 of ``ep`` ranks, or cut in ``etp``."""
+    """Where a rank stands (rank, ranks): dense parts are cut in ``tp``, experts dealt to ``ep`` and cut in ``etp``."""
 
     tp: tuple[int, int]
     ep: tuple[int, int] = (0, 1)

@@ -102,7 +102,7 @@ def _child_global(folder: Path) -> dict[str, Any]:
         return plan(share(trainer), engines)
 
     cold, warm, made, peak = _timed(work)
-    trainer, engines = encoded.decoded()
+    _, engines = encoded.decoded()
     wanted = sum(manifest.nbytes for manifest in engines)
     if made.nbytes != wanted:
         raise SystemExit(f"the plan moves {made.nbytes} bytes; the engines hold {wanted}")
@@ -156,7 +156,7 @@ CHILDREN: dict[str, Callable[[Path], dict[str, Any]]] = {
 
 
 def _timed(work: Callable[[], T]) -> tuple[float, float | None, T, float]:
-    """Seconds of the first time, the median of further ones, the first result, and gigabytes at their peak until then."""
+    """Seconds of the first time, the median of further ones, the first result, and the peak of gigabytes until then."""
     started = time.perf_counter()
     made = work()
     cold = time.perf_counter() - started
@@ -248,7 +248,7 @@ def _balance(folder: Path, name: str, awex: dict[str, Any]) -> Figure:
 
 
 def _held_by_few(job: Job) -> float:
-    """Bytes that a set of ranks alone holds, over their number: the largest of these. Boxes are equal or disjoint here."""
+    """Bytes that a set of ranks alone holds, over their number: the largest. Boxes are equal or disjoint here."""
     holders: dict[Any, list[int]] = {}
     for rank, held in enumerate(job.trainer):
         for row in held:

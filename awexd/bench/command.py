@@ -160,14 +160,15 @@ def _control(sides: Pair, trips: list[float], rounds: int) -> Figure:
         times = [hand_over(step)[0] * 1e3 for step in range(1, WARM_ROUNDS + rounds + 1)][WARM_ROUNDS:]
     low, value, high = quartiles(times)
     limit = ROUND_TRIPS * statistics.median(trips)
-    note = _verdict(value / limit, f"the {ROUND_TRIPS} round trips that it takes", near=FAR * 4, far=FAR * 16)
+    ratio = value / limit
+    note = _verdict(ratio, f"the {ROUND_TRIPS} round trips that it takes", near=FAR * 4, far=FAR * 16)
     more: dict[str, Any] = {"p99": quantile(times, 0.99)}
     return Figure(
         "control",
         value,
         "ms",
         limit=limit,
-        ratio=value / limit,
+        ratio=ratio,
         low=low,
         high=high,
         rounds=rounds,

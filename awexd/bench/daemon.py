@@ -1,4 +1,4 @@
-"""A daemon for one benchmark, in the care of a process that outlives an interrupted or killed benchmark and tidies up."""
+"""A daemon for one benchmark, in the care of a process that outlives a killed benchmark and tidies up."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class _Keeper:
 
     def _await(self, handle: int) -> None:
         while True:
-            readable, _, _ = select.select([self.notices, handle], [], [], READY_SECONDS)
-            if self.notices in readable and b"READY=1" in self.notices.recv(4096):
+            readable, _, _ = select.select([self.notices.fileno(), handle], [], [], READY_SECONDS)
+            if self.notices.fileno() in readable and b"READY=1" in self.notices.recv(4096):
                 return
             if not readable or handle in readable:
                 raise InvalidArgument("the daemon did not become ready")

@@ -1,4 +1,4 @@
-"""Measures hand-overs between two processes, each round next to two flat copies of the same bytes by the same processes."""
+"""Hand-overs between two processes, each round next to two flat copies of the same bytes by the same processes."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def tiny() -> Weights:
 
 
 def figure(name: str, rounds: Rounds, weights: Weights, bar: Bar | None, note: str | None = None) -> Figure:
-    """The ratio is the median over the rounds of hand-over to copies; its quartiles and the ratio of minima beside it."""
+    """Its ratio is the median over the rounds of hand-over to copies; quartiles and the ratio of minima beside it."""
     low, value, high = quartiles(rounds.total)
     ratio_low, ratio, ratio_high = quartiles([a / b for a, b in zip(rounds.total, rounds.limit, strict=True)])
     return Figure(

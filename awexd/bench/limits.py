@@ -75,7 +75,7 @@ def copy_rates(nbytes: int, rounds: int) -> dict[int, list[float]]:
 
 
 def fresh_memory_seconds(nbytes: int) -> dict[str, float]:
-    """Seconds for ``nbytes`` of new shared memory: to reserve, to map and write-populate, to read-populate a second mapping."""
+    """Seconds for ``nbytes`` of new shared memory: to reserve it, to write to its pages, to map what is there."""
     with _descriptor(nbytes, reserve=False) as descriptor:
         started = time.perf_counter()
         os.posix_fallocate(descriptor, 0, nbytes)

@@ -1,4 +1,4 @@
-"""awex: what its colocated writer and reader do with ``weights_exchange_ipc_backend="cpu"``, and its planner and MetaServer.
+"""awex: its colocated writer and reader with ``weights_exchange_ipc_backend="cpu"``; its planner; its MetaServer.
 
 Runs in awex's own environment. Its writer and reader cannot be made without Megatron and an engine, so the calls of
 ``_write_weights_in_colocate_mode`` and ``collect_training_weights`` are made here in their order, less the waits: what
@@ -147,7 +147,7 @@ def _metadata(ranks: list[Any]) -> list[Any]:
 
 
 class Server:
-    """The MetaServer on the loopback interface, in a process of its own (``start_meta_server``), and two of its clients."""
+    """The MetaServer on the loopback interface, in a process of its own, and two of its clients."""
 
     def measure(self, rounds: int) -> Answer:
         """Milliseconds of a put and a get; and from a put to the return of the get that waited for it."""
