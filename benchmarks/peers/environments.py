@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-ENVIRONMENTS = Path(os.environ.get("AWEXD_BENCH_PEERS", ROOT / ".peers"))
+ENVIRONMENTS = Path(os.environ.get("BENCH_PEERS", ROOT / ".peers"))  # no AWEXD_ name: the daemon would refuse it
 
 
 def environment() -> dict[str, str]:
