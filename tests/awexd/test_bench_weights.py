@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ def _memory() -> mmap.mmap:
 
 
 @pytest.fixture(params=[False, True], ids=["whole", "cut"])
-def weights(request: pytest.FixtureRequest) -> Iterator[Weights]:
+def weights(request: pytest.FixtureRequest) -> Weights:
     return Weights(7, NBYTES, columns=256, cut=request.param)
 
 
