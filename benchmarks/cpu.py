@@ -63,7 +63,7 @@ PEERS = ["host-400-torchstore", "host-400-awex", "host-400-checkpoint-engine", "
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15, help="a figure (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=11, help="a figure (default %(default)s)")
     parser.add_argument("--only", metavar="NAME", action="append", help="figures to measure (default: all)")
     parser.add_argument("--peers", action="store_true", help="also those peers whose environments are there")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_BYTES >> 20} MiB: whether it works, not how fast")

@@ -74,7 +74,7 @@ class Figure:
             "rounds": self.rounds,
             "bar": str(self.bar) if self.bar else None,
             "met": met,
-            "peer": self.peer,
+            "peer": None if self.peer is None else {name: _rounded(value) for name, value in self.peer.items()},
             "machine": machine(),
             "date": datetime.now(UTC).strftime("%Y-%m-%d"),
             "command": command,
@@ -148,7 +148,7 @@ def _short(value: float) -> str:
 
 
 def _rounded(value: Any) -> Any:
-    """Five significant digits: more would be noise."""
+    """Five significant digits, and all before the point: more would be noise."""
     if not isinstance(value, float) or not math.isfinite(value) or not value:
         return value
-    return round(value, 4 - math.floor(math.log10(abs(value))))
+    return round(value, max(0, 4 - math.floor(math.log10(abs(value)))))

@@ -114,16 +114,15 @@ def measure(pair: Pair, name: str, weights: Weights, verify: str, rounds: int) -
     with pair.job(name, weights, verify) as hand_over:
         for step in range(1, WARM_ROUNDS + 1):
             hand_over(step)
-            for count in found.copies:
-                pair.copy(weights.nbytes, count)
-        hand_over(WARM_ROUNDS + 1)
-        pair.check(WARM_ROUNDS + 1)
-        for step in range(WARM_ROUNDS + 2, WARM_ROUNDS + 2 + rounds):
+        pair.check(WARM_ROUNDS)
+        for count in found.copies:
+            pair.copy(weights.nbytes, count)
+        for step in range(WARM_ROUNDS + 1, WARM_ROUNDS + 1 + rounds):
             total, publish, pause = hand_over(step)
             found.total.append(total)
             found.publish.append(publish)
             found.pause.append(pause)
-            if step == WARM_ROUNDS + 1 + rounds:
+            if step == WARM_ROUNDS + rounds:
                 pair.check(step)
             for count, times in found.copies.items():
                 times.append(pair.copy(weights.nbytes, count))

@@ -13,7 +13,7 @@ from typing import Any
 
 from awexd.bench.limits import MADV_POPULATE_WRITE, Copier, address
 from awexd.bench.link import Answer, nanoseconds, serve
-from awexd.bench.weights import Weights, destination_shards, fill, mapping, mark, source_tensors, wrong
+from awexd.bench.weights import Weights, destination_shards, fill, mapping, mark, source_tensors, unmark, wrong
 from awexd_client import WeightWriter, WorkerWeightsReader
 
 
@@ -40,8 +40,9 @@ class WriterSide:
         fill(self._half.memory)
 
     def open(self, weights: dict[str, Any], job: str, socket: str, verify: str, keep: int) -> Answer:
+        if self._weights is not None:
+            unmark(self._weights, self._half.memory)
         self._weights = Weights(**weights)
-        fill(self._half.memory)  # the marks of another job are gone
         self._writer = WeightWriter(job, 0, 1, socket, verify=verify, keep=keep)
         started = nanoseconds()
         self._writer.register(source_tensors(self._weights, self._half.memory))

@@ -100,6 +100,13 @@ def mark(weights: Weights, memory: mmap.mmap, step: int) -> None:
         words[at // 8] = step
 
 
+def unmark(weights: Weights, memory: mmap.mmap) -> None:
+    """Undoes ``mark``: another job has other tensors."""
+    words = np.frombuffer(memory, np.uint64)
+    for at, _, _ in weights.places():
+        words[at // 8] = _pattern(at // 8, 1)[0]
+
+
 def wrong(weights: Weights, memory: mmap.mmap, step: int) -> list[str]:
     """Names of the reader's tensors that do not hold what the trainer's held at ``step``."""
     found = []

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from awexd.bench.weights import Weights, destination_shards, fill, mark, source_tensors, wrong
+from awexd.bench.weights import Weights, destination_shards, fill, mark, source_tensors, unmark, wrong
 
 NBYTES = 1 << 20
 
@@ -77,3 +77,13 @@ def test_source_tensors_are_storages_of_their_own() -> None:
         tensor.numel() * 2 for tensor in tensors.values()
     }
     assert all(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
+
+
+def test_unmark_undoes_mark(weights: Weights) -> None:
+    memory, untouched = _memory(), _memory()
+    fill(untouched)
+    fill(memory)
+    mark(weights, memory, 5)
+    assert memory[:] != untouched[:]
+    unmark(weights, memory)
+    assert memory[:] == untouched[:]
