@@ -106,13 +106,15 @@ def table(figures: Iterable[Figure]) -> list[str]:
 
 def write(path: Path, figures: Iterable[Figure], command: str, *, keep: Iterable[str] = ()) -> None:
     """Replaces the file; figures named in ``keep`` that are there and are not measured now stay as they were."""
-    fresh = [figure.as_dict(command) for figure in figures]
-    names = {found["name"] for found in fresh}
-    kept = set(keep) - names
+    order = list(keep)
     before = orjson.loads(path.read_bytes()) if path.exists() else []
-    fresh += [found for found in before if found["name"] in kept]
+    found = {one["name"]: one for one in before if one["name"] in order}
+    found |= {figure.name: figure.as_dict(command) for figure in figures}
+    names = [name for name in order if name in found] + [name for name in found if name not in order]
     path.parent.mkdir(exist_ok=True)
-    path.write_bytes(orjson.dumps(fresh, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+    path.write_bytes(
+        orjson.dumps([found[name] for name in names], option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+    )
 
 
 def machine() -> str:

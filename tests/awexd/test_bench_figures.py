@@ -43,9 +43,9 @@ def test_table_says_which_bars_are_met_and_what_was_not_measured() -> None:
 def test_write_keeps_named_figures_that_were_not_measured_again(tmp_path: Path) -> None:
     path = tmp_path / "results" / "a.json"
     write(path, [Figure("a", 1.0, "s"), Figure("b", 2.0, "s"), Figure("gone", 3.0, "s")], "first")
-    write(path, [Figure("a", 4.0, "s")], "second", keep=["a", "b"])
-    found = {one["name"]: (one["value"], one["command"]) for one in json.loads(path.read_text())}
-    assert found == {"a": (4.0, "second"), "b": (2.0, "first")}
+    write(path, [Figure("a", 4.0, "s")], "second", keep=["b", "a"])
+    found = [(one["name"], one["value"], one["command"]) for one in json.loads(path.read_text())]
+    assert found == [("b", 2.0, "first"), ("a", 4.0, "second")]
 
 
 def test_quartiles_and_quantile() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -18,6 +19,7 @@ from awexd.bench.handover import Pair, measure, pair
 from awexd.bench.limits import Copier, address, copy_rates, fresh_memory_seconds, round_trips, thread_counts
 from awexd.bench.link import SideFailed
 from awexd.bench.weights import Weights, fill, mapping
+from awexd_client.session import Connection
 from tests.daemons import Daemon
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +58,8 @@ def test_job_that_fails_is_closed(sides: Pair) -> None:
 
     with pytest.raises(SideFailed, match="on purpose"):
         failing()
+    with contextlib.closing(Connection(sides.socket)) as connection:
+        assert connection.call("status", {}, timeout=30)[0]["jobs"] == []
     for side in (sides.reader, sides.writer):
         side.ask("close")
     with sides.job("c", Weights(16, SIZE), "off") as hand_over:
