@@ -13,14 +13,16 @@ CREATED := $(VENV)/.created
 BASE := $(VENV)/.base-$(call hash,requirements/base.txt)
 DEMO := $(VENV)/.demo-$(call hash,requirements/base.txt requirements/demo.txt requirements/model.txt)
 DEV := $(VENV)/.dev-$(call hash,requirements/base.txt requirements/demo.txt requirements/dev.txt)
+# Peers, each in an environment of its own. Their lists are complete: their own pins would bring other builds of torch.
+PEERS := $(foreach name,torchstore awex checkpoint-engine,.peers/$(name)/.made-$(call hash,requirements/peers/$(name).txt))
 PACKAGE := $(VENV)/.package-$(call hash,requirements/base.txt pyproject.toml awexd/__init__.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench clean
+.PHONY: help demo test check bench bench-peers peers clean
 .NOTPARALLEL: # two pips in one environment break each other
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
 
 demo: $(DEMO) $(PACKAGE) ## train, swap weights, generate, on this machine; ARGS="--steps 3" goes to `awexd demo`
 	$(BIN)/awexd demo $(ARGS)
@@ -35,9 +37,15 @@ check: $(DEV) $(PACKAGE) ## ruff and mypy
 
 bench: $(BASE) $(PACKAGE) ## measure awexd on this machine; ARGS="--write" keeps the figures in benchmarks/results
 	$(BIN)/python benchmarks/control.py $(ARGS)
+	$(BIN)/python benchmarks/plan.py --peers $(ARGS)
+	$(BIN)/python benchmarks/cpu.py --peers $(ARGS)
+
+bench-peers: peers bench ## the same, with the peers' environments made first
+
+peers: $(PEERS) ## make a virtual environment for each peer in .peers
 
 clean: ## remove everything that make and the tools left here, .venv included
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .peers build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(CREATED):
@@ -60,4 +68,9 @@ $(DEV): | $(BASE)
 
 $(PACKAGE): | $(BASE)
 	$(PIP) install -q --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(PEERS):
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check install -q --no-deps -r requirements/peers/$(notdir $(@D)).txt
 	@touch $@

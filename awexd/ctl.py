@@ -1,4 +1,4 @@
-"""``awexctl``: looks at what the daemon holds, and drops or rolls back versions."""
+"""``awexctl``: looks at what the daemon holds, drops or rolls back versions, and measures this machine."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ Show = Callable[[Answer], list[str]]
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0, or 1 on any failure."""
     arguments = _parser().parse_args(argv)
+    if arguments.command == "bench":
+        from awexd.bench.command import main as bench
+
+        return bench(arguments)
     operation, names, show = _COMMANDS[arguments.command]
     given = {name: getattr(arguments, name) for name in names}
     try:
@@ -63,6 +67,10 @@ def _parser() -> argparse.ArgumentParser:
                 required=name == "rollback",
                 help="the step to go back to" if name == "rollback" else "only this step's version (default: all)",
             )
+    help_text = "measure this machine's limits and awexd against them; starts a daemon where none runs"
+    from awexd.bench import add_arguments
+
+    add_arguments(commands.add_parser("bench", help=help_text, description=help_text, parents=[common]))
     return parser
 
 

@@ -1,0 +1,191 @@
+"""``awexctl bench``: what this machine can do at best, awexd against it, and one line of verdict on each."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+import orjson
+
+from awexd.bench import limits
+from awexd.bench.daemon import daemon
+from awexd.bench.figures import Figure, machine, quantile, quartiles, table
+from awexd.bench.handover import KEEP, WARM_ROUNDS, Pair, figure, measure, pair, tiny
+from awexd.bench.link import SideFailed
+from awexd.bench.weights import Weights
+from awexd_transports.errors import AwexdError, InvalidArgument
+
+GIB, MIB = 1 << 30, 1 << 20
+TENSORS = 400
+ROUNDS, QUICK_ROUNDS = 9, 3
+CONTROL_ROUNDS, QUICK_CONTROL_ROUNDS = 1000, 50
+ROUND_TRIPS = 4
+"""Requests between publish and the end of an update: begin, seal, resolve (answered by the seal), confirm."""
+COPIES = 3 + KEEP + 1
+"""Of the size in memory at once: the two processes', the baseline's between them, and the daemon's slots."""
+NEAR, FAR = 1.25, 2.0
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Runs it; 0 where everything could be measured, whatever the figures."""
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        figures = list(_measured(arguments.socket, _nbytes(arguments.size, arguments.quick), arguments.quick))
+    except (AwexdError, SideFailed) as error:
+        print(f"awexctl bench: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt as stopped:
+        print("awexctl bench: stopped; nothing is left behind", file=sys.stderr)
+        return 128 + (stopped.args[0] if stopped.args else signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    command = "awexctl bench" + (" --quick" if arguments.quick else "")
+    if arguments.json:
+        found = {"machine": machine(), "figures": [one.as_dict(command) for one in figures]}
+        print(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode())
+    else:
+        print("\n".join([machine(), "", *table(figures), "", *(f"{one.name}: {one.note}" for one in figures)]))
+    return 0
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt(number)
+
+
+def _nbytes(size: float | None, quick: bool) -> int:
+    """Whole MiB, as the weights' rows want.
+
+    Raises:
+        InvalidArgument: too small to be cut into tensors, or more than this machine has room for.
+    """
+    gib = size if size is not None else (1 / 16 if quick else 1.0)
+    nbytes = round(gib * GIB / MIB) * MIB
+    if nbytes < 16 * MIB:
+        raise InvalidArgument(f"--size {gib:g}: at least 0.016 GiB")
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    if nbytes * COPIES > available:
+        raise InvalidArgument(
+            f"--size {gib:g}: {nbytes * COPIES / GIB:.1f} GiB of memory are needed and {available / GIB:.1f} available"
+        )
+    return nbytes
+
+
+def _measured(socket: str | None, nbytes: int, quick: bool) -> Iterator[Figure]:
+    rounds = QUICK_ROUNDS if quick else ROUNDS
+    _say(f"measuring this machine's limits, with {nbytes / GIB:.3g} GiB")
+    yield from _copies(nbytes, rounds)
+    yield from _fresh_memory(nbytes)
+    trips = limits.round_trips(QUICK_CONTROL_ROUNDS if quick else CONTROL_ROUNDS)
+    yield _trip(trips)
+    with (
+        _daemon(socket) as path,
+        pair(path, nbytes) as sides,
+    ):
+        for part in (1,) if quick else (64, 8, 1):
+            yield _hand_over(sides, nbytes // part, "off", rounds)
+        yield _hand_over(sides, nbytes, "checksum", rounds)
+        _say("measuring the control path")
+        yield _control(sides, trips, QUICK_CONTROL_ROUNDS if quick else CONTROL_ROUNDS)
+
+
+@contextlib.contextmanager
+def _daemon(socket: str | None) -> Iterator[str]:
+    """The given one, else a running one at the usual place, else one of its own."""
+    from awexd_client.session import Connection, socket_path
+    from awexd_transports.errors import DaemonUnavailable
+
+    path = socket_path(socket)
+    try:
+        Connection(path).close()
+    except DaemonUnavailable:
+        if socket is not None:
+            raise
+        _say("no daemon runs here: starting one for this")
+        with daemon() as own:
+            yield own
+    else:
+        _say(f"asking the daemon at {path}")
+        yield path
+
+
+def _copies(nbytes: int, rounds: int) -> Iterator[Figure]:
+    rates = limits.copy_rates(nbytes, rounds)
+    best = max(rates, key=lambda count: statistics.median(rates[count]))
+    for count, found in rates.items():
+        low, value, high = quartiles([rate / 1e9 for rate in found])
+        name = f"copy-{count}-thread{'s' if count > 1 else ''}"
+        note = "the fastest plain copy here" if count == best else f"the fastest is with {best} threads"
+        yield Figure(name, value, "GB/s", low=low, high=high, rounds=len(found), note=note)
+
+
+def _fresh_memory(nbytes: int) -> Iterator[Figure]:
+    whys = {
+        "reserve": "once for each slot of a job, at register",
+        "populate": "what it would cost to have a first publish touch its pages",
+        "map": "once for each slot and reader",
+    }
+    for name, seconds in limits.fresh_memory_seconds(nbytes).items():
+        yield Figure(f"shared-memory-{name}", seconds * 1e3 * GIB / nbytes, "ms/GiB", note=whys[name])
+
+
+def _trip(trips: list[float]) -> Figure:
+    low, value, high = quartiles(trips)
+    note = f"one byte to another process and back; 99th percentile {quantile(trips, 0.99):.3f} ms"
+    return Figure("round-trip", value, "ms", low=low, high=high, rounds=len(trips), note=note)
+
+
+def _hand_over(sides: Pair, nbytes: int, verify: str, rounds: int) -> Figure:
+    name = f"hand-over-{nbytes // MIB}-MiB" + ("-checksum" if verify == "checksum" else "")
+    _say(f"measuring {name}")
+    weights = Weights(TENSORS, nbytes)
+    measured = measure(sides, name, weights, verify, rounds)
+    found = figure(name, measured, weights, None)
+    return replace(found, note=_verdict(found.ratio, "two plain copies of the same bytes"))
+
+
+def _control(sides: Pair, trips: list[float], rounds: int) -> Figure:
+    with sides.job("control", tiny(), "off") as hand_over:
+        times = [hand_over(step)[0] * 1e3 for step in range(1, WARM_ROUNDS + rounds + 1)][WARM_ROUNDS:]
+    low, value, high = quartiles(times)
+    limit = ROUND_TRIPS * statistics.median(trips)
+    ratio = value / limit
+    note = _verdict(ratio, f"the {ROUND_TRIPS} round trips that it takes", near=FAR * 4, far=FAR * 16)
+    more: dict[str, Any] = {"p99": quantile(times, 0.99)}
+    return Figure(
+        "control",
+        value,
+        "ms",
+        limit=limit,
+        ratio=ratio,
+        low=low,
+        high=high,
+        rounds=rounds,
+        note=note,
+        more=more,
+    )
+
+
+def _verdict(ratio: float | None, limit: str, *, near: float = NEAR, far: float = FAR) -> str:
+    if ratio is None:
+        return "not measured"
+    if ratio <= near:
+        return f"{ratio:.2f} times {limit}: as it should be"
+    if ratio <= far:
+        return f"{ratio:.2f} times {limit}: more than it should be; is this machine busy?"
+    return f"{ratio:.2f} times {limit}: far more than it should be; look for load, swapping or unlocked memory"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""Measurements of awexd; each module is a command."""
