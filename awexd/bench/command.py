@@ -168,9 +168,7 @@ def _control(sides: Pair, trips: list[float], rounds: int) -> Figure:
     ratio = value / limit
     p99 = quantile(times, 0.99)
     asked = "as it should be" if value <= CONTROL_MS and p99 <= CONTROL_P99_MS else BUSY
-    note = (
-        f"{value:.2f} ms from publish to updated for 16 small tensors, 99th percentile {p99:.2f}: {asked}"
-    )
+    note = f"{value:.2f} ms from publish to updated for 16 small tensors, 99th percentile {p99:.2f}: {asked}"
     more: dict[str, Any] = {"p99": p99}
     return Figure(
         "control",
