@@ -203,6 +203,15 @@ def test_slices_over_many_ranks_are_not_compared_each_with_each(monkeypatch: pyt
     assert len(plan(*sides).copies) == compared == 5 * (96 + 80 - 16)
 
 
+def test_slices_that_end_too_early_are_not_made_up_for_by_those_of_the_next_name() -> None:
+    """``a`` lacks two rows; the first slice of ``b``, which follows it, has two."""
+    parts = [(0, 2), *((at, at + 1) for at in range(2, 8))]
+    sources = [manifest(one("a", (10, 1), rows((10, 1), at, at + 1))) for at in range(8)]
+    sources += [manifest(one("b", (10, 1), rows((10, 1), *span))) for span in parts]
+    with pytest.raises(ManifestMismatch, match=r"a \[8:10, 0:1\]"):
+        plan(sources, [manifest(one("a", (10, 1)))], partial=True)
+
+
 def test_equal_destinations_are_planned_once() -> None:
     """Eight engines of two ranks are two destinations; what each rank gets is not spelled out."""
     shape = (8, 2)
