@@ -38,7 +38,7 @@ SPENT_SECONDS = 60.0
 """After which a figure gets no further round."""
 WARM_SECONDS = 3.0
 QUOTED = {"plan-global-moe": 21.3, "plan-global-moe-rss": 1.6, "plan-local-1t": 1.67}
-"""awex 0.9.0 where it is not measured here: issue B's figures of it, of the same jobs on another machine."""
+"""awex 0.9.0 where it is not measured in the run: the same jobs, measured once on a machine of this kind."""
 QUOTED_BALANCE = {"64-to-one-tp8": 8.0, "dp8-to-2": 4.0, "4-replicas-to-5": 1.6}
 
 

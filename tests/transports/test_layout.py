@@ -67,6 +67,7 @@ MALFORMED: dict[str, tuple[list[Entry], str]] = {
     ),
     "too many dimensions": ([changed(A, extent=(1,) * 17, offset=(0,) * 17, shape=(1,) * 17)], "at most 16"),
     "too many elements": ([changed(A, extent=(1 << 48, 2))], "elements; at most"),
+    "an extent too large beside an empty one": ([changed(A, extent=(1 << 50, 0), shape=(4, 0))], "elements; at most"),
     "an extent beyond 64 bits": ([changed(A, extent=(1 << 64, 0), shape=(4, 0))], "elements; at most"),
     "an offset beyond 64 bits": ([changed(A, offset=(1 << 64, 0))], "not inside"),
     "too many bytes": (

@@ -71,3 +71,11 @@ def test_packed_rows_are_equal_exactly_where_the_rows_are(rows: list[tuple[int, 
     """Also where their product is beyond 64 bits."""
     packed = pack(np.array(rows, np.int64).T).tolist()
     assert len(set(zip(packed, rows, strict=True))) == len(set(rows)) == len(set(packed))
+
+
+def test_packed_rows_do_not_wrap_around() -> None:
+    """In 64 bits the first column would be multiplied away."""
+    rows = [(0, 0, 5), (1, 0, 5), (0, 0, 5), ((1 << 32) - 1,) * 3]
+    packed = pack(np.array(rows, np.int64).T).tolist()
+    assert packed[0] == packed[2]
+    assert len(set(packed)) == 3

@@ -22,13 +22,16 @@ def elements(entry: Entry) -> list[Cell]:
 
 
 def check(registered: Sequence[Manifest], shared: Sequence[Manifest]) -> None:
-    """Every element once; every box inside one entry of the rank's own; canonical manifests."""
+    """Every element once; every box inside one entry of the rank's own, in order; canonical manifests."""
     assert len(shared) == len(registered)
     written = [cell for m in shared for entry in m.entries for cell in elements(entry)]
     assert len(written) == len(set(written))
     assert set(written) == {cell for m in registered for entry in m.entries for cell in elements(entry)}
     for own, segment in zip(registered, shared, strict=True):
         assert Manifest.decode(segment.encoded) == segment
+        for name, entries in segment.by_name.items():
+            if len(own.by_name[name]) == 1:
+                assert [e.box.offset for e in entries] == sorted(e.box.offset for e in entries)
         for entry in segment.entries:
             inside = [e for e in own.by_name[entry.tensor.name] if e.box == entry.box or e.box.intersect(entry.box)]
             assert len(inside) == 1
