@@ -15,10 +15,18 @@ from collections.abc import Callable, Sequence
 from itertools import islice, takewhile
 
 from awexd.access import Peer
-from awexd.protocol import MAX_FDS, Decoder, Message, close_descriptors, encode
+from awexd.protocol import (
+    ANCILLARY_BYTES,
+    MAX_FDS,
+    RECEIVE_BYTES,
+    Decoder,
+    Message,
+    close_descriptors,
+    descriptors_in,
+    encode,
+)
 from awexd_transports.errors import ProtocolError
 
-RECEIVE_BYTES = 64 << 10
 MAX_QUEUED_BYTES = 16 << 20
 """Replies that a client may leave unread before its connection is ended."""
 
@@ -127,12 +135,13 @@ class Channel:
 
     def _readable(self, take: Callable[[Message, list[int]], None]) -> None:
         try:
-            data, fds, flags, _ = socket.recv_fds(self._sock, RECEIVE_BYTES, MAX_FDS, _CLOSED_BY_EXEC)
+            data, ancillary, flags, _ = self._sock.recvmsg(RECEIVE_BYTES, ANCILLARY_BYTES, _CLOSED_BY_EXEC)
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
             self._end(f"its connection failed: {error.strerror}")
             return
+        fds = descriptors_in(ancillary) if ancillary else []
         if not data:
             close_descriptors(fds)
             self._end("its connection was closed")

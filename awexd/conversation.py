@@ -175,7 +175,7 @@ class Request:
     def _answer(self, reply: Reply) -> None:
         try:
             self._conversation.send({"id": self._id, "ok": reply.result}, reply.fds)
-        except AwexdError as error:
+        except Exception as error:  # noqa: BLE001 - too large, say: answered
             self._refuse(error)
         else:
             self.end()

@@ -6,8 +6,10 @@ first byte (SCM_RIGHTS) and are counted in the object's ``fds``. Any malformed f
 
 from __future__ import annotations
 
+import array
 import os
 import re
+import socket
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,6 +23,9 @@ PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 1 << 20
 MAX_FDS = 128
 """Descriptors on one frame (the kernel takes 253)."""
+RECEIVE_BYTES = 64 << 10
+"""Asked for at once. Larger ones malloc maps and unmaps again: 15 us a message."""
+ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
 MAX_SOCKET_PATH_BYTES = 107
 MAX_DEADLINE_MS = 24 * 3600 * 1000
 MAX_WORLD_SIZE = 4096
@@ -44,6 +49,15 @@ def encode(message: Mapping[str, Any]) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
+def descriptors_in(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
+    """The descriptors that came beside a message's bytes (see ``socket.recvmsg``)."""
+    fds = array.array("i")
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return list(fds)
+
+
 def close_descriptors(fds: Iterable[int]) -> None:
     """Closes descriptors that nobody takes."""
     for fd in fds:
@@ -63,17 +77,23 @@ class Decoder:
         Raises:
             ProtocolError: a malformed frame; the connection cannot be used after it.
         """
-        self._buffer += data
         self._fds.extend(fds)
+        if not self._buffer and _is_one_frame(data):
+            yield self._taken(_decoded(memoryview(data)[_LENGTH.size :]))  # as nearly always
+        else:
+            self._buffer += data
         while (message := self._next()) is not None:
-            count = message.get("fds", 0)
-            if type(count) is not int or not 0 <= count <= len(self._fds):
-                raise ProtocolError(f"a message that names {_shown(count)} descriptors and carries {len(self._fds)}")
-            yield message, [self._fds.popleft() for _ in range(count)]
+            yield self._taken(message)
         if self._fds and not self._buffer:
             raise ProtocolError(f"{len(self._fds)} descriptors that no message names")
         if len(self._fds) > MAX_FDS:
             raise ProtocolError(f"more than {MAX_FDS} descriptors on one message")
+
+    def _taken(self, message: Message) -> tuple[Message, list[int]]:
+        count = message.get("fds", 0)
+        if type(count) is not int or not 0 <= count <= len(self._fds):
+            raise ProtocolError(f"a message that names {_shown(count)} descriptors and carries {len(self._fds)}")
+        return message, [self._fds.popleft() for _ in range(count)]
 
     def close(self) -> None:
         """Closes descriptors that no message took."""
@@ -90,14 +110,25 @@ class Decoder:
         if len(self._buffer) < end:
             return None
         try:
-            message = orjson.loads(memoryview(self._buffer)[_LENGTH.size : end])
-        except orjson.JSONDecodeError as error:
-            raise ProtocolError(f"a frame that is not JSON: {error}") from error
+            return _decoded(memoryview(self._buffer)[_LENGTH.size : end])
         finally:
             del self._buffer[:end]
-        if not isinstance(message, dict):
-            raise ProtocolError(f"a frame with a JSON {type(message).__name__}; an object is needed")
-        return message
+
+
+def _is_one_frame(data: bytes) -> bool:
+    length = len(data) - _LENGTH.size
+    return 0 <= length <= MAX_FRAME_BYTES and _LENGTH.unpack_from(data)[0] == length
+
+
+def _decoded(body: memoryview) -> Message:
+    with body:
+        try:
+            message = orjson.loads(body)
+        except orjson.JSONDecodeError as error:
+            raise ProtocolError(f"a frame that is not JSON: {error}") from error
+    if not isinstance(message, dict):
+        raise ProtocolError(f"a frame with a JSON {type(message).__name__}; an object is needed")
+    return message
 
 
 def hello(version: str, **details: Any) -> Message:

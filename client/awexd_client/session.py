@@ -15,7 +15,18 @@ from dataclasses import dataclass, field
 
 from awexd import __version__
 from awexd.config import check_socket_path, default_socket
-from awexd.protocol import MAX_DEADLINE_MS, MAX_FDS, Decoder, Message, check_hello, close_descriptors, encode, hello
+from awexd.protocol import (
+    ANCILLARY_BYTES,
+    MAX_DEADLINE_MS,
+    RECEIVE_BYTES,
+    Decoder,
+    Message,
+    check_hello,
+    close_descriptors,
+    descriptors_in,
+    encode,
+    hello,
+)
 from awexd_transports.errors import (
     AccessDenied,
     AwexdError,
@@ -28,8 +39,6 @@ from awexd_transports.errors import (
 CONNECT_SECONDS = 10.0
 ANSWER_GRACE_SECONDS = 2.0
 """How long after a request's deadline the daemon's own answer to it is still awaited."""
-RECEIVE_BYTES = 64 << 10
-"""Larger ones are mapped and unmapped again by malloc: 15 us a message."""
 
 _TRUNCATED, _CLOSED_BY_EXEC = int(socket.MSG_CTRUNC), int(socket.MSG_CMSG_CLOEXEC)  # as enumerations they are slow
 
@@ -236,7 +245,8 @@ class Connection:
 
     def _receive(self) -> None:
         try:
-            data, fds, flags, _ = socket.recv_fds(self._sock, RECEIVE_BYTES, MAX_FDS, _CLOSED_BY_EXEC)
+            data, ancillary, flags, _ = self._sock.recvmsg(RECEIVE_BYTES, ANCILLARY_BYTES, _CLOSED_BY_EXEC)
+            fds = descriptors_in(ancillary) if ancillary else []
             if flags & _TRUNCATED:
                 raise ProtocolError("descriptors were lost: too many on one message")
             if data:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from awexd_client.checksums import Comparison
 from awexd_client.holding import Holding
@@ -18,14 +19,14 @@ Segments = Mapping[int, MappedSegment]
 """Mapped segments by writer rank."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Sources:
     """A version's segment manifests in rank order, and how they fill one worker's tensors."""
 
     manifests: tuple[Manifest, ...]
     plan: Plan
 
-    @property
+    @cached_property
     def ranks(self) -> list[int]:
         """The writer ranks whose segments are read."""
         return sorted({copy.source for copy in (*self.plan.copies, *self.plan.checks)})
@@ -65,7 +66,7 @@ class Tables:
         Raises:
             ManifestMismatch: they have different values.
         """
-        difference = self.same.first_difference()
+        difference = self.same.first_difference() if self.same.nbytes else None
         if difference:
             raise ManifestMismatch.between(
                 "one tensor here is published with two values",

@@ -19,6 +19,7 @@ from awexd_client import (
     WorkerWeightsReader,
 )
 from awexd_client.session import Asked
+from tests.attacks.raw import until
 from tests.client.samples import PATIENCE, weights
 from tests.daemons import Daemon
 
@@ -161,6 +162,22 @@ def test_refused_publication_leaves_what_the_rank_has_sealed(daemon: Daemon) -> 
         sealed = first.publish(2)
         with pytest.raises(VersionConflict, match="has sealed step 2 already"):
             first.publish(2)
+        second.publish(2)
+        sealed.committed(PATIENCE)
+
+
+def test_publication_that_came_too_late_leaves_what_the_rank_has_sealed(daemon: Daemon) -> None:
+    with WeightWriter("grpo", 0, 2, daemon.socket) as first, WeightWriter("grpo", 1, 2, daemon.socket) as second:
+        for rank, writer in enumerate((first, second)):
+            writer.register({f"w{rank}": torch.zeros(9)})
+        for publication in (first.publish(1), second.publish(1)):
+            publication.committed(PATIENCE)
+        sealed = first.publish(2)
+        first._ask("status", PATIENCE)  # by its answer the next slot's is here
+        second._connection.close()
+        until(daemon.socket, lambda status: status["jobs"][0]["writers"] == [0])
+        with pytest.raises(DeadlineExceeded, match="rank 1 of 2 to register"):
+            first.publish(2, timeout=0.2)
         second.publish(2)
         sealed.committed(PATIENCE)
 

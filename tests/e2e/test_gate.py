@@ -70,9 +70,12 @@ class Pair:
             tensor.fill_(step)
         self.writer.publish(step).committed()
 
-    def forget_granted(self) -> None:
-        """The next publication begins by a message, as the first of a connection does."""
-        self.writer._next = None
+    def prepare(self, *, granted: bool) -> None:
+        """The next publication has a slot that was granted; or it begins by a message, as the first of a connection."""
+        if granted:
+            await_granted(self.writer)
+        else:
+            self.writer._next = None
 
     def values(self) -> set[float]:
         return {value for tensor in self.into.values() for value in tensor.tolist()}
@@ -101,6 +104,12 @@ def make_writers(daemon: Daemon) -> Iterator[Callable[..., list[WeightWriter]]]:
             return made
 
         yield make
+
+
+def await_granted(writer: WeightWriter) -> None:
+    """The slot was asked for after the last publication: the answer is here when that of a later request is."""
+    writer._ask("status", PATIENCE)
+    assert writer._next is not None
 
 
 def publish_all(writers: Sequence[WeightWriter], step: int) -> None:
@@ -147,8 +156,7 @@ def test_daemon_killed_while_a_version_is_published(
     pair = make_pair(gate.path, daemon.socket)
     pair.register()
     pair.publish(1)
-    if not granted:
-        pair.forget_granted()
+    pair.prepare(granted=granted)
     stop = gate.stop_at(operation, reply=reply)
     publishing = Background(lambda: pair.publish(2))
     stop.wait()
@@ -285,8 +293,7 @@ def test_case_17_seal_sent_to_a_stopped_daemon_that_is_then_killed(
     pair = make_pair(gate.path, daemon.socket)
     pair.register()
     pair.publish(1)
-    if not granted:
-        pair.forget_granted()
+    pair.prepare(granted=granted)
     stop = gate.stop_at("write.publish" if granted else "write.seal", reply=False)
     publishing = Background(lambda: pair.publish(2))
     stop.wait()
@@ -308,8 +315,7 @@ def test_case_17_reply_to_a_seal_is_lost_and_the_client_repeats_it(
     pair = make_pair(gate.path, daemon.socket)
     pair.register()
     pair.publish(1)
-    if not granted:
-        pair.forget_granted()
+    pair.prepare(granted=granted)
     stop = gate.stop_at("write.publish" if granted else "write.seal", reply=True)
     publishing = Background(lambda: pair.publish(2))
     stop.wait()
@@ -329,6 +335,7 @@ def test_publication_that_never_reached_the_daemon_is_written_again(
     pair = make_pair(gate.path, daemon.socket)
     pair.register()
     pair.publish(1)
+    pair.prepare(granted=True)
     stop = gate.stop_at("write.publish", reply=False)
     publishing = Background(lambda: pair.publish(2))
     stop.wait()
@@ -347,6 +354,7 @@ def test_reply_to_a_publication_is_lost_and_another_rank_aborts_it_meanwhile(
     weights = [torch.ones(9), torch.ones(9)]
     writers = make_writers([gate.path, daemon.socket], weights)
     publish_all(writers, 1)
+    await_granted(writers[0])
     stop = gate.stop_at("write.publish", reply=True)
     publishing = Background(lambda: writers[0].publish(2))
     stop.wait()
