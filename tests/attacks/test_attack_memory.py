@@ -94,12 +94,12 @@ def test_granted_slot_whose_header_cannot_be_written_leaves_no_attempt(folder: P
         trainer.register(keep=1)
         trainer.reserve()
         slot = trainer.call("write.slot")["segment"]
-        filler = f"/proc/{daemon.pid}/root/dev/shm/filler"
+        filler = Path("/proc", str(daemon.pid), "root", "dev", "shm", "filler")  # as the daemon sees it
         with trainer.opened(slot) as hole, open(filler, "wb", buffering=0) as full:
             os.ftruncate(hole, 0)  # as above
             _fill(full.fileno())
             error = trainer.refused("write.publish", step=1, set=trainer.set, segment=slot, checksums=False)
-        os.unlink(filler)
+        filler.unlink()
         assert error.code == "integrity_error"
         assert daemon.ask("status")["jobs"][0]["open"] == []
 
