@@ -82,8 +82,7 @@ class WorkerWeightsReader(Endpoint):
         socket: the daemon's; None: ``$AWEXD_SOCKET``, else the default.
         mode, transport: ``"auto"``, ``"host"`` and ``"auto"``, ``"shm"`` are available without GPUs.
         verify: ``"checksum"``: what arrives is summed in the copy's own pass and compared with its writer's checksums
-            (with what is held, where there are none); ``"off"`` saves their time, about a quarter to two fifths of the
-            copy's.
+            (with what is held, where there are none). That takes 0.3 to 0.45 of the time of the tile by tile copy.
         keep: versions that this node holds of a job whose trainer is elsewhere; here the trainer's own ``keep`` counts.
         timeout: seconds for the daemon's greeting.
 
@@ -101,7 +100,7 @@ class WorkerWeightsReader(Endpoint):
         *,
         mode: str = "auto",
         transport: str = "auto",
-        verify: str = "checksum",
+        verify: str = "off",
         keep: int = 2,
         timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
