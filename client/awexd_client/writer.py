@@ -43,7 +43,7 @@ class WeightWriter(Endpoint):
             trainer, opens the next one when the last of them has registered.
         mode, transport: ``"auto"``, ``"host"`` and ``"auto"``, ``"shm"`` are available without GPUs.
         verify: ``"checksum"`` stores checksums, summed in the copy's own pass, which readers with the same setting
-            check. They take 0.3 to 0.45 of the time of the tile by tile copy (two cores, 1 GiB).
+            check. They add 0.3 to 0.7 of the time of the copy (two cores, 1 GiB; the more the busier they are).
         keep: versions that stay held.
         timeout: seconds for the daemon's greeting.
 
