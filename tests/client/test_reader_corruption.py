@@ -21,7 +21,7 @@ HALF_READER = """
 import sys, torch
 from awexd_client import IntegrityError, Shard, WorkerWeightsReader
 
-with WorkerWeightsReader("grpo", "e", 0, 1, sys.argv[1]) as reader:
+with WorkerWeightsReader("grpo", "e", 0, 1, sys.argv[1], verify="checksum") as reader:
     whole = torch.zeros(64, 600)
     halves = [Shard("a", whole[:, :101], (64, 600), (0, 0)), Shard("a", whole[:, 101:], (64, 600), (0, 101))]
     reader.register([*halves, Shard("b", torch.zeros(5))])
