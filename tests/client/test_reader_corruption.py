@@ -21,7 +21,7 @@ HALF_READER = """
 import sys, torch
 from awexd_client import IntegrityError, Shard, WorkerWeightsReader
 
-with WorkerWeightsReader("grpo", "e", 0, 1, sys.argv[1]) as reader:
+with WorkerWeightsReader("grpo", "e", 0, 1, sys.argv[1], verify="checksum") as reader:
     whole = torch.zeros(64, 600)
     halves = [Shard("a", whole[:, :101], (64, 600), (0, 0)), Shard("a", whole[:, 101:], (64, 600), (0, 101))]
     reader.register([*halves, Shard("b", torch.zeros(5))])
@@ -144,15 +144,12 @@ class TestCorruption:
                 reader.update()
         assert reader.state == "dirty"
 
-    def test_checksums_are_on_unless_turned_off(self, daemon: Daemon) -> None:
-        with WeightWriter("grpo", 0, 1, daemon.socket) as writer:
+    @pytest.mark.parametrize(("stored", "compared"), [("checksum", "off"), ("off", "checksum"), ("off", "off")])
+    def test_held_bytes_are_checked_only_where_both_sides_ask(self, daemon: Daemon, stored: str, compared: str) -> None:
+        with WeightWriter("grpo", 0, 1, daemon.socket, verify=stored) as writer:
             writer.register(weights(1))
             writer.publish(1)
             self.flip(daemon, "a", writer)
-            with WorkerWeightsReader("grpo", "e", 0, 1, daemon.socket) as reader:
-                reader.register(weights(0))
-                with pytest.raises(IntegrityError):
-                    reader.update()
-            with WorkerWeightsReader("grpo", "f", 0, 1, daemon.socket, verify="off") as reader:
+            with WorkerWeightsReader("grpo", "e", 0, 1, daemon.socket, verify=compared) as reader:
                 reader.register(weights(0))
                 assert reader.update().step == 1

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from awexd_transports import copy as copying
+from awexd_transports import tiles
 from awexd_transports.copy import CopyTable, Difference, Row, default_threads, shut_down_threads
 from awexd_transports.dtypes import ITEMSIZE
 from awexd_transports.errors import InvalidArgument
@@ -132,6 +133,18 @@ def test_rows_that_continue_each_other_become_one_copy() -> None:
     assert [len(batch) for batch in table._batches] == [1]
     table.run()
     assert torch.equal(source, destination)
+
+
+def test_long_flat_runs_are_moved_in_a_part_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "STREAMED", 3 * MIB)
+    monkeypatch.setattr(tiles, "default_threads", lambda: 2)
+    source, destination = random_bytes(10 * MIB + 77), torch.zeros(10 * MIB + 78, dtype=torch.uint8)
+    table = CopyTable([row(destination[1:], source)])
+    assert [len(batch) for batch in table._batches] == [1, 1]
+    table.run(2)
+    assert torch.equal(source, destination[1:])
+    assert table.first_difference() is None
+    assert all(batch.to for batch in CopyTable([row(destination[: 5 * MIB], source[: 5 * MIB])])._batches)
 
 
 def test_rows_that_continue_on_one_side_only_stay_apart() -> None:

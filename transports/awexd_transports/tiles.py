@@ -11,12 +11,15 @@ to 1.1 times as long.
 from __future__ import annotations
 
 import math
+import os
+import sys
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from awexd_transports.threads import default_threads
 from awexd_transports.view import View, array_at
 
 if TYPE_CHECKING:
@@ -38,6 +41,21 @@ Step = tuple[Callable[[Any, Any], Any] | None, Any, Any]
 """How to copy (None: torch's ``copy_``, so that steps can be joined in one call), destination, source."""
 
 
+_PAGE = 4096
+
+
+def _streamed() -> int:
+    """Three quarters of what glibc takes for the shared cache: from there on its memmove writes past the caches."""
+    try:
+        cache = os.sysconf(194)  # _SC_LEVEL3_CACHE_SIZE in glibc; Python has no name for it
+    except (OSError, ValueError):
+        cache = 0
+    return max(LONG_RUN, cache * 3 // 4) if cache > 0 else sys.maxsize
+
+
+STREAMED = _streamed()
+
+
 def copy_steps(destination: View, source: View) -> Iterator[tuple[int, Step]]:
     """Bytes and step of every tile of a copy of equal shapes and dtypes, in order."""
     loops = _loops(destination, source, [(destination.itemsize, 1, 1)])
@@ -51,8 +69,19 @@ def flat_run(destination: View, source: View) -> int:
 
 
 def flat_steps(destination: int, source: int, nbytes: int) -> Iterator[tuple[int, Step]]:
-    """Bytes and step of every tile of a copy without gaps, given by addresses."""
-    yield from _steps(destination, source, [(nbytes, 1, 1)])
+    """Bytes and step of every tile of a copy without gaps, given by addresses.
+
+    A long one is cut into as few parts as there are threads, of at least STREAMED bytes: written past the caches, which
+    saves reading the destination first, 1 GiB took three quarters of the time on two threads.
+    """
+    parts = min(default_threads(), nbytes // STREAMED)
+    if parts < min(2, default_threads()):
+        yield from _steps(destination, source, [(nbytes, 1, 1)])
+        return
+    step = -(-nbytes // parts // _PAGE) * _PAGE
+    for at in range(0, nbytes, step):
+        size = min(step, nbytes - at)
+        yield size, (np.copyto, array_at(destination + at, 1, (size,), (1,)), array_at(source + at, 1, (size,), (1,)))
 
 
 def cast_steps(destination: View, source: View) -> Iterator[tuple[int, Step]]:
