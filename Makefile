@@ -15,7 +15,10 @@ DEMO := $(VENV)/.demo-$(call hash,requirements/base.txt requirements/demo.txt re
 DEV := $(VENV)/.dev-$(call hash,requirements/base.txt requirements/demo.txt requirements/dev.txt)
 # Peers, each in an environment of its own. Their lists are complete: their own pins would bring other builds of torch.
 PEERS := $(foreach name,torchstore awex checkpoint-engine,.peers/$(name)/.made-$(call hash,requirements/peers/$(name).txt))
-PACKAGE := $(VENV)/.package-$(call hash,requirements/base.txt pyproject.toml awexd/__init__.py)
+# The installed package is the checkout itself, its C library included.
+NATIVE := transports/awexd_transports/native
+PACKAGE := $(VENV)/.package-$(call hash,requirements/base.txt pyproject.toml awexd/__init__.py \
+	hatch_build.py $(sort $(wildcard $(NATIVE)/*.py $(NATIVE)/*.[ch])))
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check bench bench-peers peers clean
@@ -45,7 +48,7 @@ bench-peers: peers bench ## the same, with the peers' environments made first
 peers: $(PEERS) ## make a virtual environment for each peer in .peers
 
 clean: ## remove everything that make and the tools left here, .venv included
-	rm -rf $(VENV) .peers build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .peers build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis $(NATIVE)/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(CREATED):
@@ -67,6 +70,7 @@ $(DEV): | $(BASE)
 	@touch $@
 
 $(PACKAGE): | $(BASE)
+	@rm -f $(VENV)/.package-* # there is one library: a checkout that comes back must build its own again
 	$(PIP) install -q --no-deps --no-build-isolation -e .
 	@touch $@
 
