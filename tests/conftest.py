@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from awexd_transports import kernel
+
 SHM_PREFIX = "awexd-"
 GRACE = 2.0
 """Seconds that a process or thread which is already on its way out may take."""
@@ -205,3 +207,17 @@ def _files_of(process: Path) -> set[str]:
     except OSError:
         return files  # it has ended, or belongs to another user
     return files
+
+
+@pytest.fixture
+def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies go by torch and NumPy, as where no compiler was at hand."""
+    monkeypatch.setattr(kernel, "load", lambda: None)
+
+
+@pytest.fixture(params=["library", "tiles"])
+def each_way(request: pytest.FixtureRequest) -> str:
+    """By the library, and without it."""
+    if request.param == "tiles":
+        request.getfixturevalue("without_library")
+    return str(request.param)

@@ -6,7 +6,9 @@ One u64 a cell, in a table after the pieces (``awexd_transports.cells``, ``.dige
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +20,7 @@ from awexd_transports.cells import Grid, Place, Tile, grid
 from awexd_transports.copy import Row, View
 from awexd_transports.digest import MASK, Term, parted, terms, total
 from awexd_transports.errors import IntegrityError
+from awexd_transports.kernel import Sums, takes_summed
 from awexd_transports.layout import Box, Entry, Manifest
 from awexd_transports.segment import CHECKSUM_BYTES, CHECKSUM_OFFSET, checksums_at, first_cells
 from awexd_transports.view import array_at
@@ -39,6 +42,10 @@ def summed_rows(row: Row, entry: Entry, table: Table) -> Iterator[Row]:
 
     They are of the bytes in the segment, after a cast.
     """
+    if takes_summed(row.destination, row.source):
+        sums = Sums(entry.tensor.shape, entry.box.offset, entry.box.shape, (), table.ctypes.data)
+        yield replace(row, sums=sums)
+        return
     whole = grid(entry.box.shape, row.destination.itemsize)
     for tile in whole.tiles((0,) * len(whole.shape), whole.shape):
         to, of = _sub(row.destination, tile.low, tile.high), _sub(row.source, tile.low, tile.high)
@@ -78,6 +85,17 @@ class _Sum(NamedTuple):
     source: View
 
 
+class _Whole(NamedTuple):
+    """A row of which the library sums all tiles, from ``low`` to ``high`` of a piece."""
+
+    rank: int
+    label: str
+    entry: Entry
+    source: View
+    low: Place
+    high: Place
+
+
 class Comparison:
     """Sums what a reader copied, while it copies, and compares with what the writers stored.
 
@@ -95,6 +113,7 @@ class Comparison:
         self._tables = {rank: table_of(manifests[rank], mapping) for rank, mapping in segments.items()}
         self._sums: list[_Sum] = []
         self._found: list[int] = []
+        self._wholes: dict[int, tuple[Sums, _Whole]] = {}
 
     def rows(self, row: Row, rank: int, entry: Entry, whole: View, low: Place) -> Iterator[Row]:
         """The row, which copies a part of a piece of that rank, tile by tile.
@@ -106,6 +125,12 @@ class Comparison:
         """
         low = low or (0,)
         high = _plus(low, row.destination.shape or (1,))
+        if takes_summed(row.destination, row.source):
+            table = self._tables[rank][self._cells[rank][entry.piece] :].ctypes.data
+            sums = Sums(entry.tensor.shape, entry.box.offset, entry.box.shape, low, table, whole)
+            self._wholes[id(sums)] = sums, _Whole(rank, row.label, entry, whole, low, high)
+            yield replace(row, sums=sums)
+            return
         for tile in grid(entry.box.shape, whole.itemsize).tiles(low, high):
             part = _minus(tile.taken_low, low), _minus(tile.taken_high, low)
             to, of = _sub(row.destination, *part), _sub(row.source, *part)
@@ -119,12 +144,21 @@ class Comparison:
         """Before each run: a sum that is not taken again must not pass."""
         self._found[:] = [_UNSUMMED] * len(self._found)
 
-    def check(self) -> None:
+    def check(self, wrong: tuple[Row, int] | None = None) -> None:
         """After each run.
+
+        Args:
+            wrong: what ``CopyTable.wrong`` of these rows says.
 
         Raises:
             IntegrityError: names the tensor, the rank that wrote it, and the cell.
         """
+        if wrong:
+            row, number = wrong
+            rank, label, entry, whole, low, high = self._wholes[id(row.sums)][1]
+            tile = next(islice(grid(entry.box.shape, whole.itemsize).tiles(low, high), number, None))
+            first = self._cells[rank][entry.piece] + tile.cell
+            raise IntegrityError(self._told(_Sum(rank, first, label, entry, tile, row.destination, whole)))
         expected = self._expected()
         if expected == self._found:
             return

@@ -83,7 +83,7 @@ class Tables:
             self.sums.forget()
         self.copies.run(threads)
         if self.sums:
-            self.sums.check()
+            self.sums.check(self.copies.wrong())
         difference = self.bare.first_difference(threads)
         if difference:
             raise IntegrityError(

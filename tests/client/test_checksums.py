@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,19 +14,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from awexd_client.checksums import table_of
 from awexd_client.holding import Holding
 from awexd_client.mappings import Mapping
 from awexd_client.outgoing import SegmentLayout
 from awexd_client.tables import Sources, Tables, build
-from awexd_transports import cells
+from awexd_transports import cells, kernel
 from awexd_transports import copy as copying
+from awexd_transports import digest as digests
 from awexd_transports.copy import CopyTable
+from awexd_transports.digest import digest
 from awexd_transports.errors import IntegrityError
 from awexd_transports.layout import Shard
 from awexd_transports.plan import plan
-from awexd_transports.segment import checksums_at, first_cells, piece_at
+from awexd_transports.segment import CHECKSUM_OFFSET, checksums_at, first_cells, piece_at
+from awexd_transports.view import View
 from tests.transports.strategies import chunks, even
 
+pytestmark = pytest.mark.usefixtures("each_way")
+PAGE = mmap.PAGESIZE
+MAP_FIXED = 0x10
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex128, torch.bool)
 
 
@@ -71,6 +80,23 @@ def reading(segments: Iterable[Segment], into: object, summed: set[int] | None =
     sources = Sources(manifests, plan(manifests, [holding.manifest], partial=True))
     mapped = {rank: held[rank].mapping for rank in sources.ranks}
     return build(holding, sources, mapped, set(range(len(held))) if summed is None else summed)
+
+
+@contextmanager
+def two_as_one() -> Iterator[torch.Tensor]:
+    """A tensor of two pages that both are the same page of memory."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    fd = os.memfd_create("page")
+    os.ftruncate(fd, PAGE)
+    both = mmap.mmap(-1, 2 * PAGE)
+    held = torch.frombuffer(memoryview(both), dtype=torch.uint8)
+    for at in range(2):
+        place = held.data_ptr() + at * PAGE
+        assert libc.mmap(place, PAGE, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | MAP_FIXED, fd, 0) == place
+    os.close(fd)
+    yield held
 
 
 @contextmanager
@@ -175,6 +201,7 @@ def test_a_cell_of_which_a_part_is_read_is_compared_whole() -> None:
 
 
 @pytest.mark.parametrize("place", [(0, 0), (15, 15), (7, 9)])
+@pytest.mark.usefixtures("without_library")
 def test_a_destination_that_does_not_keep_what_was_copied(
     monkeypatch: pytest.MonkeyPatch, place: tuple[int, int]
 ) -> None:
@@ -191,6 +218,7 @@ def test_a_destination_that_does_not_keep_what_was_copied(
     tables.run()
 
 
+@pytest.mark.usefixtures("without_library")
 def test_copies_that_never_happened_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stale memory, and sums of an earlier run."""
     tensor = random((16, 16), torch.float32)
@@ -240,6 +268,7 @@ def test_a_cast_is_summed_as_it_is_held() -> None:
     assert torch.equal(into, tensor.to(torch.bfloat16))
 
 
+@pytest.mark.usefixtures("without_library")
 def test_segments_without_checksums_are_compared_with_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside others that have some."""
     one, other = (
@@ -264,3 +293,60 @@ def test_empty_tensors_have_no_cells() -> None:
     segment = Segment({"w": torch.zeros(0, 4), "x": torch.ones(3)})
     assert first_cells(segment.manifest) == [0, 0, 1]
     reading([segment], {"w": torch.zeros(0, 4), "x": torch.zeros(3)}).run()
+
+
+def test_the_destination_itself_is_read_back(each_way: str) -> None:
+    """Two pages of it that are one in memory: what was copied to the first is gone when it is summed."""
+    cells.grid.cache_clear()
+    tensor = random((2 * PAGE,), torch.uint8)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(cells, "BLOCK", 2 << 20)
+        segment = Segment({"w": tensor})
+        with two_as_one() as into:
+            tables = reading([segment], {"w": into})
+            with pytest.raises(IntegrityError, match="differs after the copy"):
+                tables.run()
+            tensor[PAGE:] = tensor[:PAGE]
+            segment.table.run()
+            tables.run()
+
+
+def test_rows_that_were_not_copied_by_the_library_are_found(monkeypatch: pytest.MonkeyPatch, each_way: str) -> None:
+    segment = Segment({"w": random((16, 16), torch.float32)})
+    tables = reading([segment], {"w": torch.zeros(16, 16)})
+    tables.run()
+    if each_way != "library":
+        return
+    monkeypatch.setattr(kernel.Jobs, "start", lambda jobs: jobs._jobs["done"].fill(0) or (lambda: None))
+    with pytest.raises(IntegrityError, match=r"^w "):
+        tables.run()
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_every_cell_has_its_digest_in_the_table(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.sampled_from((1, 2, 3, 5, 8, 16, 24, 64)), min_size=1, max_size=3)))
+    tensor = random(shape, data.draw(st.sampled_from(DTYPES)))
+    rows = data.draw(st.integers(0, 3))
+    columns = data.draw(st.integers(0, 9))
+    origin = (rows,) * (len(shape) - 1) + (columns,)
+    whole = tuple(n + at + 1 for n, at in zip(shape, origin, strict=True))
+    segment = Segment([Shard("w", tensor, whole, origin)])
+    grid, table = cells.grid(shape, tensor.element_size()), table_of(segment.manifest, segment.mapping)
+    for number in range(grid.cells):
+        low, high = grid.cell(number)
+        part = tensor[tuple(slice(a, b) for a, b in zip(low, high, strict=True))]
+        expected = digest(View.of(part), whole, tuple(a + b for a, b in zip(origin, low, strict=True)))
+        assert int(table[number]) % (1 << 64) == (expected + CHECKSUM_OFFSET) % (1 << 64)
+
+
+def test_a_row_longer_than_the_words_that_have_weights_of_their_own() -> None:
+    """With cells of the size that is used."""
+    columns = digests.SPAN * 8 + 1000
+    tensor = random((2, columns), torch.uint8)
+    segment = Segment([Shard("w", tensor, (3, columns + 9), (1, 5))])
+    grid, table = cells.grid((2, columns), 1), table_of(segment.manifest, segment.mapping)
+    for number in (0, grid.counts[1] - 1, grid.cells - 1):
+        (row, low), (_, high) = grid.cell(number)
+        expected = digest(View.of(tensor[row : row + 1, low:high]), (3, columns + 9), (1 + row, 5 + low))
+        assert int(table[number]) % (1 << 64) == (expected + CHECKSUM_OFFSET) % (1 << 64)

@@ -104,6 +104,7 @@ class TestCorruption:
         )
         assert told.stdout == "ready (1, 2)\n"
 
+    @pytest.mark.usefixtures("without_library")
     @pytest.mark.parametrize("summed", [True, False])
     def test_case_1_destination_changed_during_the_update(
         self, daemon: Daemon, reader: WorkerWeightsReader, monkeypatch: pytest.MonkeyPatch, summed: bool
@@ -128,6 +129,7 @@ class TestCorruption:
         assert reader.update().step == 1
         assert (reader.state, reader.version) == ("ready", (1, 1))
 
+    @pytest.mark.usefixtures("without_library")
     @pytest.mark.parametrize("lost", ["table", "tiles"])
     def test_case_9_stale_destination_never_passes(
         self, writer: WeightWriter, reader: WorkerWeightsReader, monkeypatch: pytest.MonkeyPatch, lost: str

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from awexd_transports import copy as copying
-from awexd_transports import tiles
+from awexd_transports import kernel, tiles
 from awexd_transports.copy import CopyTable, Difference, Row, default_threads, shut_down_threads
 from awexd_transports.dtypes import ITEMSIZE
 from awexd_transports.errors import InvalidArgument
@@ -26,6 +26,7 @@ from awexd_transports.threads import MAX_THREADS
 from awexd_transports.view import View
 from tests.transports.strategies import GUARD, Memory, dense, strided, whole
 
+pytestmark = pytest.mark.usefixtures("each_way")
 MIB = 1 << 20
 
 
@@ -61,13 +62,21 @@ def scramble(memory: Memory) -> None:
 
 
 @settings(deadline=None)
-@given(pairs(), st.integers(1, 3))
+@given(pairs(), st.integers(1, 3), st.booleans())
 def test_any_strides_to_any_strides_are_copied_and_neighbours_stay(
-    drawn: tuple[list[Box], Memory, Memory], threads: int
+    drawn: tuple[list[Box], Memory, Memory], threads: int, streamed: bool
 ) -> None:
     """Case 33, with every dtype."""
     _, source, destination = drawn
     scramble(source)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(kernel, "SHORT_RUN", 1)
+        patched.setattr(kernel, "STREAM", 0 if streamed else 1 << 60)
+        patched.setattr(kernel, "TILE", 64)
+        check_all(source, destination, threads)
+
+
+def check_all(source: Memory, destination: Memory, threads: int) -> None:
     table = CopyTable(zip(destination.views, source.views, strict=True))
     table.run(threads)
     for to, of in zip(destination.views, source.views, strict=True):
@@ -130,11 +139,12 @@ def test_large_tensors_are_cut_into_tiles_that_are_all_of_them(dtype: torch.dtyp
 def test_rows_that_continue_each_other_become_one_copy() -> None:
     source, destination = random_bytes(1024), torch.zeros(1024, dtype=torch.uint8)
     table = CopyTable(row(destination[at : at + 64], source[at : at + 64]) for at in range(0, 1024, 64))
-    assert [len(batch) for batch in table._batches] == [1]
+    assert table._jobs.tiles + sum(len(batch) for batch in table._batches) == 1
     table.run()
     assert torch.equal(source, destination)
 
 
+@pytest.mark.usefixtures("without_library")
 def test_long_flat_runs_are_moved_in_a_part_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "STREAMED", 3 * MIB)
     monkeypatch.setattr(tiles, "default_threads", lambda: 2)
@@ -335,6 +345,7 @@ def test_threads_must_be_positive_and_are_bounded() -> None:
     assert 1 <= default_threads() <= 8
 
 
+@pytest.mark.usefixtures("without_library")
 def test_small_tables_start_no_thread() -> None:
     before = threading.active_count()
     count = 3 * copying.BATCH_ROWS
@@ -359,6 +370,7 @@ def test_tables_run_from_several_threads_at_once() -> None:
     assert all(torch.equal(a, b) for a, b in zip(into, sources, strict=True))
 
 
+@pytest.mark.usefixtures("without_library")
 def test_a_failing_step_is_raised_not_swallowed() -> None:
     """Case 1, at the bottom: also when it fails on another thread."""
     source, destination = random_bytes(32 * MIB), torch.zeros(32 * MIB, dtype=torch.uint8)

@@ -69,12 +69,12 @@ def cut(draw: st.DrawFn, box: Box) -> list[Box]:
 @pytest.fixture
 def short_spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Spans of 4 words instead of 256 Ki, so that small rows have several."""
-    for kept in (digests._kept_words, digests._kept_rows):
+    for kept in (digests.kept_words, digests._kept_rows):
         kept.cache_clear()
     with monkeypatch.context() as patched:
         patched.setattr(digests, "SPAN", 4)
         yield 4
-    digests._kept_words.cache_clear()
+    digests.kept_words.cache_clear()
 
 
 class TestDefinition:

@@ -1,7 +1,8 @@
 """Runs many strided copies in host memory, prepared once and run every step, on a few threads that leave the GIL alone.
 
-Each row is joined with its predecessor where both sides continue, cut into tiles where large (``tiles``) and batched
-where small. Threads draw batches from one queue.
+Most rows are jobs of a small library (``kernel``). The others, and all where it is missing, are joined with their
+predecessors where both sides continue, cut into tiles where large (``tiles``) and batched where small. Threads draw
+from one queue.
 """
 
 from __future__ import annotations
@@ -10,20 +11,21 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from awexd_transports.errors import InvalidArgument
-from awexd_transports.threads import default_threads, shut_down_threads, spread
+from awexd_transports.kernel import Jobs, Sums, takes
+from awexd_transports.threads import MAX_THREADS, default_threads, shut_down_threads, spread
 from awexd_transports.tiles import Step, cast_steps, copy_steps, flat_run, flat_steps, same
 from awexd_transports.view import View, overlapping
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CopyTable", "Difference", "Row", "View", "default_threads", "overlapping", "shut_down_threads"]
+__all__ = ["CopyTable", "Difference", "Row", "Sums", "View", "default_threads", "overlapping", "shut_down_threads"]
 
 BATCH = 2 << 20
 """Bytes that a thread takes at once: large enough that the threads seldom meet at the GIL, and both sides of all
@@ -42,6 +44,7 @@ class Row:
         label: names it.
         after: called without arguments each time the row has been copied, on the same thread, while the bytes are in
             that core's cache. Such a row should have at most about BATCH bytes: it is not spread over threads.
+        sums: checksums that are taken in the same pass; only where ``kernel.takes_summed``.
     """
 
     destination: View
@@ -49,6 +52,7 @@ class Row:
     label: str = ""
     cast: bool = False
     after: Callable[[], object] | None = None
+    sums: Sums | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,10 @@ class Difference:
 
     label: str
     index: tuple[int, ...]
+
+
+Flat = tuple[int, int, int]
+"""Destination, source and bytes of a copy without gaps, of one or more rows."""
 
 
 @dataclass(slots=True)
@@ -112,8 +120,17 @@ class CopyTable:
             _check(row)
         self._rows = [row for row in given if row.destination.numel]
         self.nbytes = sum(row.destination.nbytes for row in self._rows)
+        rest: list[Row | Flat] = []
+        self._taken: list[Row] = []
+        for item in _joined(self._rows):
+            row = item if isinstance(item, Row) else _flat_row(*item)
+            if row.sums or (not row.after and _same_dtype(row) and takes(row.destination, row.source)):
+                self._taken.append(row)
+            else:
+                rest.append(item)
+        self._jobs = Jobs([(row.destination, row.source, row.sums) for row in self._taken])
         with _plain_tensors():
-            self._batches = _batches(self._rows)
+            self._batches = _batches(rest)
 
     def run(self, threads: int | None = None) -> None:
         """All copies, in place; returns when every byte is there.
@@ -121,20 +138,45 @@ class CopyTable:
         Args:
             threads: this one included; at most MAX_THREADS. None: ``default_threads()``.
         """
-        self._spread(_Batch.run, threads)
+        wanted = self._threads(threads)
+        jobs = [self._jobs.start()] * min(wanted, MAX_THREADS, self._jobs.tiles)
+        spread([*jobs, *(batch.run for batch in self._batches)], _call, wanted)
+
+    def wrong(self) -> tuple[Row, int] | None:
+        """After a run: the first row with ``sums`` that did not add up to what is stored, and which of its tiles."""
+        found = self._jobs.wrong()
+        return (self._taken[found[0]], found[1]) if found else None
 
     def first_difference(self, threads: int | None = None) -> Difference | None:
         """Compare destinations with sources bit by bit (cast rows: with the cast of their source)."""
         found: list[bool] = []
-        self._spread(partial(_compare, found), threads)
+        spread(self._compared, partial(_compare, found), self._threads(threads))
         if not found:
             return None
         at = ((row.label, _first_index(row)) for row in self._rows)
         return next((Difference(label, index) for label, index in at if index is not None), None)
 
-    def _spread(self, work: Callable[[_Batch], None], threads: int | None) -> None:
+    @cached_property
+    def _compared(self) -> Sequence[_Batch]:
+        """All rows, to be compared."""
+        with _plain_tensors():
+            return _batches(_joined(self._rows))
+
+    def _threads(self, threads: int | None) -> int:
         wanted = default_threads() if threads is None else threads
-        spread(self._batches, work, min(wanted, 1) if self.nbytes < INLINE else wanted)
+        return min(wanted, 1) if self.nbytes < INLINE else wanted
+
+
+def _same_dtype(row: Row) -> bool:
+    return row.destination.dtype == row.source.dtype
+
+
+def _flat_row(destination: int, source: int, nbytes: int) -> Row:
+    return Row(View.packed(destination, (nbytes,), "uint8", None), View.packed(source, (nbytes,), "uint8", None))
+
+
+def _call(work: Callable[[], None]) -> None:
+    work()
 
 
 def _copy_all(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
@@ -189,7 +231,7 @@ def _is_nan(tensor: torch.Tensor) -> Any:
     return tensor.to(wide).isnan().numpy()
 
 
-def _batches(rows: Iterable[Row]) -> Sequence[_Batch]:
+def _batches(items: Iterable[Row | Flat]) -> Sequence[_Batch]:
     batches: list[_Batch] = []
 
     def batch_for(nbytes: int) -> _Batch:
@@ -197,7 +239,7 @@ def _batches(rows: Iterable[Row]) -> Sequence[_Batch]:
             batches.append(_Batch())
         return batches[-1]
 
-    for joined in _joined(rows):
+    for joined in items:
         if isinstance(joined, Row) and joined.after:  # its tiles stay together: they are read again afterwards
             batch = batch_for(joined.destination.nbytes)
             for nbytes, step in _steps(joined):
@@ -209,22 +251,17 @@ def _batches(rows: Iterable[Row]) -> Sequence[_Batch]:
     return batches
 
 
-Flat = tuple[int, int, int]
-"""Destination, source and bytes of a copy without gaps, of one or more rows."""
-
-
 def _steps(joined: Row | Flat) -> Iterator[tuple[int, Step]]:
     if isinstance(joined, tuple):
         return flat_steps(*joined)
-    casts = joined.destination.dtype != joined.source.dtype
-    return (cast_steps if casts else copy_steps)(joined.destination, joined.source)
+    return (copy_steps if _same_dtype(joined) else cast_steps)(joined.destination, joined.source)
 
 
 def _joined(rows: Iterable[Row]) -> Iterator[Row | Flat]:
     """Rows without gaps that continue their predecessors on both sides, made one."""
     waiting: Flat | None = None
     for row in rows:
-        alone = row.after or row.destination.dtype != row.source.dtype
+        alone = row.after or row.sums or not _same_dtype(row)
         nbytes = 0 if alone else flat_run(row.destination, row.source)
         if not nbytes:
             yield row

@@ -16,8 +16,9 @@ spread over the bits of their words. Multiplication carries upwards only, so it 
 the changed ones: flips of nothing but the top bit of words (the sign of their last element) cancel out whenever their
 number is even, flips of bit 62 alone in half of those cases. And whoever knows this text can forge it.
 
-NumPy's einsum does about 20 GB/s a core in cache, without the GIL, where the box's rows are whole aligned words in
-memory; anything else (odd widths, unaligned columns, transposed tensors) is gathered into such rows first.
+``native/copy.c`` sums as it copies. Here, where it is missing or does not take a copy, NumPy's einsum does about
+20 GB/s a core in cache, without the GIL, where the box's rows are whole aligned words in memory; anything else (odd
+widths, unaligned columns, transposed tensors) is gathered into such rows first.
 """
 
 from __future__ import annotations
@@ -120,13 +121,13 @@ def _kept_rows(count: int) -> Words:
 
 
 @lru_cache(maxsize=1)
-def _kept_words() -> Words:
+def kept_words() -> Words:
     return mixes(WORDS, np.arange(SPAN, dtype=np.uint64))
 
 
 def _word_weights(low: int, high: int) -> Words:
     """Of words of one span."""
-    return _kept_words()[low % SPAN : (high - 1) % SPAN + 1]
+    return kept_words()[low % SPAN : (high - 1) % SPAN + 1]
 
 
 class _Rows:

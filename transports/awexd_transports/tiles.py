@@ -58,13 +58,13 @@ STREAMED = _streamed()
 
 def copy_steps(destination: View, source: View) -> Iterator[tuple[int, Step]]:
     """Bytes and step of every tile of a copy of equal shapes and dtypes, in order."""
-    loops = _loops(destination, source, [(destination.itemsize, 1, 1)])
+    loops = loops_of(destination, source, [(destination.itemsize, 1, 1)])
     yield from _steps(destination.address, source.address, loops)
 
 
 def flat_run(destination: View, source: View) -> int:
     """Bytes of the copy where both sides are without gaps in the same order, else 0."""
-    loops = _loops(destination, source, [(destination.itemsize, 1, 1)])
+    loops = loops_of(destination, source, [(destination.itemsize, 1, 1)])
     return loops[0][0] if len(loops) == 1 else 0
 
 
@@ -87,7 +87,7 @@ def flat_steps(destination: int, source: int, nbytes: int) -> Iterator[tuple[int
 def cast_steps(destination: View, source: View) -> Iterator[tuple[int, Step]]:
     """Bytes and step of every tile of a copy to another dtype."""
     size = destination.itemsize
-    loops = _loops(destination, source, []) or [(1, size, source.itemsize)]
+    loops = loops_of(destination, source, []) or [(1, size, source.itemsize)]
     for d, s, tile in _tiles(destination.address, source.address, loops, TILE // size):
         shape = tuple(n for n, _, _ in tile)
         to = View(d, shape, tuple(step for _, step, _ in tile), destination.dtype, destination.owner)
@@ -107,7 +107,7 @@ def same(step: Step) -> bool:
     return np.array_equal(destination, source)
 
 
-def _loops(destination: View, source: View, element: Loops) -> Loops:
+def loops_of(destination: View, source: View, element: Loops) -> Loops:
     """The fewest loops, in the destination's order of addresses; ``element`` are those inside one element."""
     loops = [loop for loop in zip(destination.shape, destination.strides, source.strides, strict=True) if loop[0] > 1]
     loops.sort(key=lambda loop: (-abs(loop[1]), -abs(loop[2])))

@@ -1,0 +1,160 @@
+"""Copies and their checksums by ``native/copy.c``: rows become jobs, which its threads cut into tiles without the GIL.
+
+What it does not take (casts, elements apart from each other on either side, more than DIMS dimensions) goes by
+``tiles``, as everything does where the library is missing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from awexd_transports.cells import grid
+from awexd_transports.digest import ROWS, SPANS, kept_words
+from awexd_transports.native import load
+from awexd_transports.segment import CHECKSUM_OFFSET
+from awexd_transports.tiles import Loops, loops_of
+from awexd_transports.view import View
+
+DIMS = 8
+TILE = 1 << 20
+"""Bytes that a thread copies at once."""
+STREAM = 4 << 20
+"""Tables of so many bytes are written past the caches, which saves reading the destination first."""
+SHORT_RUN = 64
+"""Bytes: copies of shorter runs go by torch, which is the faster at transposed sides."""
+
+_COPY, _STORE, _COMPARE = range(3)
+_FIELDS = ("destination", "source", "piece", "table")
+_NUMBERS = ("mode", "ndim", "itemsize", "together", "row", "column", "tiles", "first", "done", "wrong")
+_ARRAYS = ("low", "high", "shape", "step", "into", "from", "rows")
+JOB = np.dtype(
+    [
+        *((name, np.uint64) for name in _FIELDS),
+        *((name, np.int64) for name in _NUMBERS),
+        *((name, np.int64, (DIMS,)) for name in _ARRAYS),
+    ]
+)
+"""``struct job`` of ``native/copy.c``."""
+
+Place = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """That a row's checksums are taken: stored, or compared with those that are stored.
+
+    Attributes:
+        tensor: global shape.
+        origin: where in the tensor the piece begins.
+        shape: of the piece.
+        low: where in the piece the row begins.
+        table: address of the stored checksum of the piece's first cell.
+        piece: compared: where all of the piece lies, packed. None: stored; the row is a whole piece.
+    """
+
+    tensor: Place
+    origin: Place
+    shape: Place
+    low: Place
+    table: int
+    piece: View | None = None
+
+
+def takes(destination: View, source: View) -> bool:
+    """Whether the library copies this; both sides are of one dtype."""
+    if load() is None:
+        return False
+    loops = _loops(destination, source)
+    return len(loops) <= DIMS and loops[-1][0] >= SHORT_RUN and loops[-1][1:] == (1, 1)
+
+
+def takes_summed(destination: View, source: View) -> bool:
+    """Whether the library copies this and takes its checksums."""
+    if load() is None or destination.dtype != source.dtype or len(destination.shape) > DIMS:
+        return False
+    apart = destination.shape and destination.shape[-1] > 1
+    return not apart or destination.strides[-1] == source.strides[-1] == destination.itemsize
+
+
+class Jobs:
+    """Prepared rows that the library takes, in their order. Whoever holds it keeps the memory alive."""
+
+    def __init__(self, rows: Sequence[tuple[View, View, Sums | None]]) -> None:
+        self._jobs = np.zeros(len(rows), JOB)
+        for at, (destination, source, sums) in enumerate(rows):
+            self._jobs[at] = _plain(destination, source) if sums is None else _summed(destination, source, sums)
+        self._jobs["first"] = np.cumsum(self._jobs["tiles"]) - self._jobs["tiles"]
+        self.tiles = int(self._jobs["tiles"].sum())
+        nbytes = sum(destination.nbytes for destination, _, _ in rows)
+        self._words = kept_words()
+        self._keys = np.array([self._words.ctypes.data, ROWS, SPANS, CHECKSUM_OFFSET], np.uint64)
+        self._stream = int(nbytes >= STREAM)
+
+    def start(self) -> Callable[[], None]:
+        """Begins a run: what each thread that takes part calls. It returns when no tile is left to begin."""
+        library = load()
+        if library is None or not self.tiles:
+            return lambda: None
+        self._jobs["done"] = 0
+        self._jobs["wrong"] = -1
+        drawn = np.zeros(1, np.int64)
+        addresses = (self._jobs.ctypes.data, len(self._jobs), drawn.ctypes.data, self._keys.ctypes.data)
+        arguments = [ctypes.c_int64(number) for number in (*addresses, self._stream)]
+
+        def work(_: object = drawn) -> None:  # the counter lives as long as this does
+            library.awexd_run(*arguments)
+
+        return work
+
+    def wrong(self) -> tuple[int, int] | None:
+        """After a run: the first row, and a tile of it, whose checksum is not the stored one or was not taken."""
+        bad = np.flatnonzero((self._jobs["wrong"] >= 0) | (self._jobs["done"] != self._jobs["tiles"]))
+        return (int(bad[0]), max(0, int(self._jobs["wrong"][bad[0]]))) if len(bad) else None
+
+
+def _loops(destination: View, source: View) -> Loops:
+    return loops_of(destination, source, [(destination.itemsize, 1, 1)])
+
+
+def _plain(destination: View, source: View) -> tuple[object, ...]:
+    """Merged loops, in bytes: a "piece" of one-byte elements."""
+    loops = _loops(destination, source)
+    shape = [n for n, _, _ in loops]
+    steps, room = [], TILE
+    for n in reversed(shape):
+        steps.append(max(1, min(n, room)))
+        room //= steps[-1]
+    steps.reverse()
+    into, out = [step for _, step, _ in loops], [step for _, _, step in loops]
+    tiles = math.prod(-(-n // step) for n, step in zip(shape, steps, strict=True))
+    lists = ([0] * len(shape), shape, shape, steps, into, out, [0] * len(shape))
+    return (destination.address, source.address, 0, 0, _COPY, len(shape), 1, 0, 0, 0, tiles, 0, 0, -1, *_filled(lists))
+
+
+def _summed(destination: View, source: View, sums: Sums) -> tuple[object, ...]:
+    size = destination.itemsize
+    cells = grid(sums.shape, size)
+    shape = cells.shape  # one dimension where the tensor has none
+    extent, low = destination.shape or (1,), sums.low or (0,) * len(shape)
+    into, out = destination.strides or (size,), source.strides or (size,)
+    tensor, origin = sums.tensor or (1,), sums.origin or (0,)
+    high = [a + n for a, n in zip(low, extent, strict=True)]
+    rows, step = [0] * len(shape), 1
+    for d in reversed(range(len(shape) - 1)):
+        rows[d], step = step, step * tensor[d]
+    row = sum(at * by for at, by in zip(origin, rows, strict=True))
+    counts = [-(-b // step) - a // step for a, b, step in zip(low, high, cells.steps, strict=True)]
+    tiles = math.prod(counts[:-1]) * (1 if cells.together else counts[-1])
+    addresses = (destination.address, source.address, sums.piece.address if sums.piece else 0, sums.table)
+    mode = _COMPARE if sums.piece else _STORE
+    numbers = (mode, len(shape), size, int(cells.together), row, origin[-1] * size, tiles, 0, 0, -1)
+    return (*addresses, *numbers, *_filled((low, high, shape, cells.steps, into, out, rows)))
+
+
+def _filled(lists: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:
+    return [(*numbers, *(0,) * (DIMS - len(numbers))) for numbers in lists]
