@@ -41,7 +41,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with contextlib.nullcontext(arguments.socket) if arguments.socket else daemon() as socket:
         trips = round_trips(arguments.rounds)
-        figures = []
+        figures: list[Figure] = []
         for name, (way, requests) in WAYS.items():
             latencies = _measure(socket, way, arguments.rounds)
             figures += _figures(name, latencies, [requests * trip for trip in trips])

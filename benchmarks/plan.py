@@ -29,7 +29,6 @@ from awexd.bench.limits import peak_gigabytes
 from awexd.bench.link import Side, SideFailed
 from awexd_transports.layout import Box, Entry, Manifest, TensorSpec
 from awexd_transports.moves import Moves
-from awexd_transports.names import Bools
 from awexd_transports.plan import Plan, plan
 from awexd_transports.share import share
 from benchmarks.jobs import JOBS, Job, Rank
@@ -192,7 +191,9 @@ def _badly_filled(moves: Moves, manifest: Manifest) -> int | None:
     columns, into = manifest.columns, moves.destination_entry
     dims = columns.offset.shape[1]
     low, high = moves.offset[:, :dims], moves.offset[:, :dims] + moves.shape[:, :dims]
-    wrong: Bools = ((low < columns.offset[into]) | (high > (columns.offset + columns.shape)[into])).any(axis=1)
+    outside = (low < columns.offset[into]) | (high > (columns.offset + columns.shape)[into])
+    wrong = np.zeros(len(moves), bool)
+    wrong[np.nonzero(outside)[0]] = True
     order = np.argsort(into, kind="stable")
     for apart in range(1, int(np.bincount(into).max(initial=0))):
         one, other = order[:-apart], order[apart:]
@@ -322,7 +323,8 @@ def _encode(folder: Path, job: Job, trainer: Sequence[Manifest], engine: Sequenc
 
 
 def _processes(what: str, folder: Path, rounds: int) -> list[dict[str, Any]]:
-    started, found = time.monotonic(), []
+    started = time.monotonic()
+    found: list[dict[str, Any]] = []
     while len(found) < rounds and (not found or time.monotonic() - started < SPENT_SECONDS):
         found.append(_process(what, folder))
     return found
