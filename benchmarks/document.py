@@ -55,8 +55,8 @@ def _row(figure: dict[str, Any]) -> str:
 def _peer(peer: dict[str, Any] | None) -> str:
     if peer is None:
         return ""
-    value = "" if peer["value"] is None else f" {short(peer['value'])}"
-    return peer["name"] + ":" * bool(value) + value + " (quoted)" * peer["quoted"]
+    value = "" if peer["value"] is None else f": {short(peer['value'])}"
+    return f"{peer['name']}{value}{' (quoted)' if peer['quoted'] else ''}"
 
 
 def _line(*cells: str) -> str:
