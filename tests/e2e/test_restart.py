@@ -11,7 +11,7 @@ from awexd.memory import FORMAT
 from awexd_client import ManifestMismatch, VersionUnavailable, WeightWriter, WorkerWeightsReader
 from tests.attacks.raw import until
 from tests.daemons import Daemon
-from tests.e2e.test_gate import Background, publish_all, restart
+from tests.e2e.clients import Background, publish_all, restart
 
 PATIENCE = 60.0
 
