@@ -1,6 +1,6 @@
 """Segments in POSIX shared memory: made, locked, sealed, found again after a restart.
 
-A segment is one object ``/awexd-<namespace>-<id>``: a header page, a rank's packed pieces, a table of their checksums.
+A segment is one object ``/awexd-<namespace>-<id>``: a header page, a rank's packed pieces, a table of checksums.
 Only the daemon writes the header. The daemon reads and writes it with ``pread`` and ``pwrite`` and never dereferences a
 mapping, which a client with a writable descriptor could truncate. Every method may block: call it from a thread, except
 ``seal``, ``clear`` and ``descriptor``, which touch one resident page.
@@ -31,7 +31,8 @@ from awexd_transports.errors import BudgetExceeded, IntegrityError
 from awexd_transports.segment import HEADER_BYTES
 
 MAGIC = b"AWEXDSEG"
-FORMAT = 1
+FORMAT = 2
+"""Raised whenever what a segment holds means something else; segments of another format are unlinked, not adopted."""
 
 _PREFIX = struct.Struct("<8sII16s")
 _log = logging.getLogger(__name__)

@@ -27,8 +27,8 @@ GIB, MIB = 1 << 30, 1 << 20
 TENSORS = 400
 ROUNDS, QUICK_ROUNDS = 9, 3
 CONTROL_ROUNDS, QUICK_CONTROL_ROUNDS = 1000, 50
-ROUND_TRIPS = 4
-"""Requests between publish and the end of an update: begin, seal, resolve (answered by the seal), confirm."""
+ROUND_TRIPS = 2
+"""Requests, one after another, from publish to the end of an update: publish (it answers the reader's), confirm."""
 COPIES = 3 + KEEP + 1
 """Of the size in memory at once: the two processes', the baseline's between them, and the daemon's slots."""
 NEAR, FAR = 1.25, 2.0

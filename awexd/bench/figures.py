@@ -117,6 +117,11 @@ def write(path: Path, figures: Iterable[Figure], command: str, *, keep: Iterable
     )
 
 
+def short(value: float) -> str:
+    """Four significant digits, for a person."""
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+
+
 def machine() -> str:
     """Processor, cores and kernel; no name of the machine or its user."""
     return f"{_processor()}, {os.cpu_count()} cores, Linux {platform.release()}"
@@ -136,17 +141,13 @@ def _row(figure: Figure) -> list[str]:
         verdict = "not measured"
     return [
         figure.name,
-        "-" if figure.value is None else f"{_short(figure.value)} {figure.unit}",
-        "" if figure.low is None or figure.high is None else f"{_short(figure.low)}..{_short(figure.high)}",
-        "" if figure.limit is None else _short(figure.limit),
+        "-" if figure.value is None else f"{short(figure.value)} {figure.unit}",
+        "" if figure.low is None or figure.high is None else f"{short(figure.low)}..{short(figure.high)}",
+        "" if figure.limit is None else short(figure.limit),
         "" if figure.ratio is None else f"{figure.ratio:.3f}",
         str(figure.bar) if figure.bar else "",
         verdict,
     ]
-
-
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
 
 
 def _rounded(value: Any) -> Any:

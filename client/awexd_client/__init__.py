@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from awexd_client.instance import WeightReader
 from awexd_client.publication import Publication, Update
-from awexd_client.reader import UpdateResult, WorkerWeightsReader
+from awexd_client.reader import WorkerWeightsReader
+from awexd_client.updates import UpdateResult
 from awexd_client.writer import WeightWriter
 from awexd_transports.errors import (
     AccessDenied,

@@ -22,7 +22,7 @@ from awexd_client import writer as _writer
 from awexd_client.adapters.base import Adapter
 from awexd_client.endpoint import DEFAULT_TIMEOUT, Endpoint
 from awexd_client.holding import Casts
-from awexd_client.reader import Staged, State, UpdateResult
+from awexd_client.updates import Staged, State, UpdateResult
 from awexd_transports.errors import (
     AccessDenied,
     AwexdError,

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline
-from awexd_client.reader import UpdateResult
+from awexd_client.updates import UpdateResult
 from awexd_transports.errors import AwexdError, DeadlineExceeded, InvalidArgument
 
 

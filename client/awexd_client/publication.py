@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from awexd_client.adapters.registry import shards_of
 from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline, failed
+from awexd_client.holding import view_of
 from awexd_client.mappings import Mapping
-from awexd_transports.errors import VersionConflict
+from awexd_client.outgoing import check_same
+from awexd_transports.copy import CopyTable, Row, View, default_threads
+from awexd_transports.errors import ManifestMismatch, VersionConflict
 from awexd_transports.layout import Box, Shard
 
 if TYPE_CHECKING:
@@ -66,6 +71,7 @@ class Update:
         self._mapping = mapping
         self._timeout = timeout
         self._parts: dict[tuple[str, Box], int] = {}
+        """Parts that are written, and which registered piece each is."""
 
     def write(self, shards: Iterable[Shard] | object) -> None:
         """Copies these parts, which are among the registered ones; their tensors may be others.
@@ -76,7 +82,16 @@ class Update:
         Raises:
             ManifestMismatch: a part that is not registered, of another box or dtype, or that was written before.
         """
-        self._writer._copy_parts(shards, self._parts, self._mapping, self.publication, Deadline(self._timeout))
+        with self._writer._turn(Deadline(self._timeout)):
+            self._check_open()
+            new, rows, again = self._rows(shards)
+            table = CopyTable(rows)
+            started = time.monotonic()
+            table.run(default_threads(self._writer.world_size))
+            self.publication.copy_seconds += time.monotonic() - started
+            self.publication.nbytes += table.nbytes
+            check_same(again)
+            self._parts |= new
 
     def __enter__(self) -> Update:
         return self
@@ -89,12 +104,68 @@ class Update:
             return
         deadline = Deadline(self._timeout)
         with self._writer._turn(deadline):
-            self._writer._check_open(self.publication, self._mapping)
+            self._check_open()
             try:
-                self._writer._check_whole(self.publication, set(self._parts.values()))
-                self._writer._seal(self.publication, self._mapping, deadline)
+                self._check_whole()
+                self._writer._seal(self.publication, deadline)
             except BaseException as problem:
                 self._writer._abort(self.publication, failed(problem))
                 raise
             finally:
                 self._writer._open = None
+
+    def _rows(self, shards: Iterable[Shard] | object) -> tuple[dict[tuple[str, Box], int], list[Row], list[Row]]:
+        """Which pieces these parts are, what copies them, and what compares further names of a piece with it."""
+        writer = self._writer
+        segment, summed = writer._segment, writer.verify_mode == "checksum"
+        new: dict[tuple[str, Box], int] = {}
+        rows: list[Row] = []
+        again: list[Row] = []
+        there = set(self._parts.values())
+        for shard in shards_of(shards):
+            part, view = (shard.name, shard.box), view_of(shard)
+            piece = self._find(shard, view)
+            if part in self._parts or part in new:
+                raise ManifestMismatch.between(
+                    f"step {self.publication.step}", mismatched={shard.name: f"{shard.box} was written already"}
+                )
+            # A further name of a piece that is there already: it must bring the same bytes.
+            if piece in there:
+                again += segment.rows(piece, view, self._mapping)
+            else:
+                rows += segment.rows(piece, view, self._mapping, summed=summed)
+            there.add(piece)
+            new[part] = piece
+        return new, rows, again
+
+    def _find(self, shard: Shard, view: View) -> int:
+        """The registered piece that this part is."""
+        holding = self._writer._holding
+        number = holding.index.get((shard.name, shard.box))
+        if number is None:
+            raise ManifestMismatch.between(
+                "a part that is not registered", mismatched={shard.name: f"{shard.box} of {list(shard.global_shape)}"}
+            )
+        own, entry = holding.views[number].dtype, holding.manifest.entries[number]
+        if view.dtype not in (own, entry.tensor.dtype):
+            raise ManifestMismatch.between(
+                "a part of another dtype", mismatched={shard.name: f"{view.dtype}, registered as {own}"}
+            )
+        return entry.piece
+
+    def _check_open(self) -> None:
+        """The segment of an update that is over may hold another version by now, or be unmapped."""
+        self._writer._check_usable()
+        if self._writer._open is not self.publication or self._mapping.closed:
+            raise VersionConflict(
+                f"{self._writer.job}: this update of step {self.publication.step} is over; begin it again"
+            )
+
+    def _check_whole(self) -> None:
+        written = set(self._parts.values())
+        pieces = self._writer._holding.manifest.pieces
+        missing = {entry.tensor.name for number, entry in enumerate(pieces) if number not in written}
+        if missing:
+            raise ManifestMismatch.between(
+                f"step {self.publication.step} was not written whole", missing=missing, mismatched={}
+            )

@@ -8,8 +8,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from awexd.protocol import MAX_KEEP, MAX_STEP
 from awexd_client.adapters.base import Adapter
@@ -17,6 +16,7 @@ from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline, Endpoint, check_who
 from awexd_client.holding import Holding
 from awexd_client.mappings import Mapping
 from awexd_client.tables import Sources, Tables, build
+from awexd_client.updates import Staged, State, UpdateResult
 from awexd_transports.copy import default_threads
 from awexd_transports.errors import (
     AwexdError,
@@ -31,45 +31,8 @@ from awexd_transports.errors import (
 from awexd_transports.layout import Manifest
 from awexd_transports.plan import plan, unexpected
 
-State = Literal["empty", "ready", "dirty"]
-
 TABLES_KEPT = 2 * (MAX_KEEP + 1)
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateResult:
-    """What an update did.
-
-    Attributes:
-        epoch, step: the version that the live tensors now hold.
-        bytes: written into them.
-        stage_seconds: spent before the first of them was touched (the wait for the version included).
-        pause_seconds: from then until the version was confirmed; the engine must not generate meanwhile.
-        transport: how the bytes came.
-        workers: one result a worker, where a WeightReader made this one.
-    """
-
-    epoch: int
-    step: int
-    bytes: int
-    stage_seconds: float
-    pause_seconds: float
-    transport: str
-    workers: tuple[UpdateResult, ...] = ()
-
-
-@dataclass(slots=True)
-class Staged:
-    """A version leased and checked, nothing touched yet."""
-
-    epoch: int
-    step: int
-    lease: str
-    tables: Tables
-    mappings: tuple[Mapping, ...]
-    started: float
-    ready: float
 
 
 class WorkerWeightsReader(Endpoint):

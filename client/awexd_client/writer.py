@@ -9,14 +9,13 @@ from collections.abc import Sequence
 
 from awexd.protocol import MAX_DEADLINE_MS, MAX_KEEP, MAX_STEP
 from awexd_client.adapters.base import Adapter
-from awexd_client.adapters.registry import shards_of
 from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline, Endpoint, check_whole, failed
-from awexd_client.holding import Casts, Holding, view_of
+from awexd_client.holding import Casts, Holding
 from awexd_client.mappings import Mapping
-from awexd_client.outgoing import SegmentLayout, check_same
+from awexd_client.outgoing import SegmentLayout
 from awexd_client.publication import Publication, Update
 from awexd_client.session import Asked, NoAnswer
-from awexd_transports.copy import CopyTable, Row, View, default_threads
+from awexd_transports.copy import CopyTable, default_threads
 from awexd_transports.errors import (
     AwexdError,
     DaemonUnavailable,
@@ -25,7 +24,6 @@ from awexd_transports.errors import (
     ManifestMismatch,
     VersionConflict,
 )
-from awexd_transports.layout import Box, Shard
 from awexd_transports.plan import compare
 from awexd_transports.segment import HEADER_BYTES
 from awexd_transports.share import share
@@ -290,7 +288,7 @@ class WeightWriter(Endpoint):
         """
         while sent:
             try:
-                self._ask_to_seal(sent[-1], deadline)
+                self._seal(sent[-1], deadline)
             except (VersionConflict, EpochChanged):
                 sent.pop()
             else:
@@ -302,7 +300,7 @@ class WeightWriter(Endpoint):
             table.run(default_threads(self.world_size))
             publication.nbytes, publication.copy_seconds = table.nbytes, time.monotonic() - started
             sent.append(publication)
-            self._seal(publication, mapping, deadline)
+            self._seal(publication, deadline)
         except VersionConflict as error:
             if error.details.get("set_changed"):
                 self._segment_ = None
@@ -329,74 +327,7 @@ class WeightWriter(Endpoint):
             )
         return segment.tables[key]
 
-    def _check_open(self, publication: Publication, mapping: Mapping) -> None:
-        """The segment of an update that is over may hold another version by now, or be unmapped."""
-        self._check_usable()
-        if self._open is not publication or mapping.closed:
-            raise VersionConflict(f"{self.job}: this update of step {publication.step} is over; begin it again")
-
-    def _check_whole(self, publication: Publication, written: set[int]) -> None:
-        pieces = self._holding.manifest.pieces
-        missing = [entry.tensor.name for number, entry in enumerate(pieces) if number not in written]
-        if missing:
-            raise ManifestMismatch.between(
-                f"step {publication.step} was not written whole", missing=set(missing), mismatched={}
-            )
-
-    def _copy_parts(
-        self,
-        target: object,
-        parts: dict[tuple[str, Box], int],
-        mapping: Mapping,
-        publication: Publication,
-        deadline: Deadline,
-    ) -> None:
-        """Copies parts; ``parts`` has those of this update already written, and gets these."""
-        with self._turn(deadline):
-            self._check_open(publication, mapping)
-            new: dict[tuple[str, Box], int] = {}
-            rows: dict[int, list[Row]] = {}
-            again: list[Row] = []
-            summed = self.verify_mode == "checksum"
-            for shard in shards_of(target):
-                part, view = (shard.name, shard.box), view_of(shard)
-                piece = self._find(shard, view)
-                if part in parts or part in new:
-                    raise ManifestMismatch.between(
-                        f"step {publication.step}", mismatched={shard.name: f"{shard.box} was written already"}
-                    )
-                # A further name of a piece that is there already: it must bring the same bytes.
-                if piece in rows or piece in parts.values():
-                    again += self._segment.rows(piece, view, mapping)
-                else:
-                    rows[piece] = list(self._segment.rows(piece, view, mapping, summed=summed))
-                new[part] = piece
-            table = CopyTable(row for found in rows.values() for row in found)
-            started = time.monotonic()
-            table.run(default_threads(self.world_size))
-            publication.copy_seconds += time.monotonic() - started
-            publication.nbytes += table.nbytes
-            check_same(again)
-            parts |= new
-
-    def _find(self, shard: Shard, view: View) -> int:
-        """The registered piece that this part is."""
-        number = self._holding.index.get((shard.name, shard.box))
-        if number is None:
-            raise ManifestMismatch.between(
-                "a part that is not registered", mismatched={shard.name: f"{shard.box} of {list(shard.global_shape)}"}
-            )
-        own, entry = self._holding.views[number].dtype, self._holding.manifest.entries[number]
-        if view.dtype not in (own, entry.tensor.dtype):
-            raise ManifestMismatch.between(
-                "a part of another dtype", mismatched={shard.name: f"{view.dtype}, registered as {own}"}
-            )
-        return entry.piece
-
-    def _seal(self, publication: Publication, mapping: Mapping, deadline: Deadline) -> None:
-        self._ask_to_seal(publication, deadline)
-
-    def _ask_to_seal(self, publication: Publication, deadline: Deadline) -> None:
+    def _seal(self, publication: Publication, deadline: Deadline) -> None:
         arguments: dict[str, object] = {"step": publication.step, "checksums": self.verify_mode == "checksum"}
         if publication._attempt is not None:
             operation = "write.seal"

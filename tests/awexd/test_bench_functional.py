@@ -131,13 +131,17 @@ def test_awexctl_bench_that_is_stopped_leaves_nothing(folder: Path, number: sign
 
 
 @pytest.mark.slow
-def test_benchmarks_of_hand_overs_and_plans_run(folder: Path) -> None:
+def test_benchmarks_run(folder: Path) -> None:
     environ = os.environ | {"BENCH_PEERS": str(folder), "TMPDIR": str(folder)}
     for command, names in (
-        (["plan.py", "--rounds", "1"], ["plan-global-moe", "manifest-moe", "plan-local-1t", "balance-dp8-to-2"]),
-        (["cpu.py", "--rounds", "1", "--peers", "--only", "host-400-reshard"], ["host-400-reshard"]),
+        (["control.py", "--rounds", "20"], ["control-p50", "control-wait-p99"]),
+        (
+            ["plan.py", "--quick", "--rounds", "1"],
+            ["plan-global-moe", "manifest-moe", "plan-local-1t", "balance-dp8-to-2"],
+        ),
+        (["cpu.py", "--quick", "--rounds", "1", "--peers", "--only", "host-400-reshard"], ["host-400-reshard"]),
     ):
-        script = [sys.executable, str(ROOT / "benchmarks" / command[0]), "--quick", *command[1:]]
+        script = [sys.executable, str(ROOT / "benchmarks" / command[0]), *command[1:]]
         done = subprocess.run(script, capture_output=True, text=True, timeout=100, env=environ)
         assert done.returncode == 0, done.stderr
         assert [name for name in names if f"\n{name} " not in done.stdout] == []

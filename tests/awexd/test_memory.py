@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 from awexd.budget import Budget
-from awexd.memory import MAGIC, Memory
+from awexd.memory import FORMAT, MAGIC, Memory
 from awexd_transports.segment import HEADER_BYTES
 
 NBYTES = 10_000
@@ -152,6 +152,16 @@ def test_header_of_another_key_is_not_believed(daemons: Daemons) -> None:
     assert daemons.memory(key=secrets.token_bytes(32)).adopt() == []
 
 
+@pytest.mark.parametrize("number", [0, 1, FORMAT + 1])
+def test_segment_of_another_format_is_unlinked(daemons: Daemons, number: int) -> None:
+    path = daemons.path(sealed(daemons))
+    with open(path, "r+b") as segment:
+        segment.seek(8)
+        segment.write(number.to_bytes(4, "little"))
+    assert daemons.memory().adopt() == []
+    assert not path.exists()
+
+
 @pytest.mark.parametrize("size", [0, 1, HEADER_BYTES - 1, HEADER_BYTES, SIZE - 1, SIZE + 1])
 def test_segment_of_another_size_than_its_header_says_is_unlinked(daemons: Daemons, size: int) -> None:
     path = daemons.path(sealed(daemons))
@@ -199,7 +209,7 @@ def test_header_golden(daemons: Daemons) -> None:
     memory.seal(segment_id, {"step": 1})
     page = daemons.path(segment_id).read_bytes()[:43]
     memory.close()
-    assert page[:16] == b"AWEXDSEG\x01\x00\x00\x00\x0a\x00\x00\x00"
+    assert page[:16] == b"AWEXDSEG\x02\x00\x00\x00\x0a\x00\x00\x00"
     assert page[32:42] == b'{"step":1}'
     assert orjson.loads(page[32:42]) == {"step": 1}
 

@@ -13,7 +13,7 @@ import torch
 
 from awexd_client import AwexdError, DeadlineExceeded, WeightWriter, WorkerWeightsReader
 from tests.daemons import Daemon
-from tests.e2e.test_gate import Background
+from tests.e2e.clients import Background
 
 TIMEOUT = 0.2
 BOUND = 9.0

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from awexd.memory import FORMAT
 from awexd_client import ManifestMismatch, VersionUnavailable, WeightWriter, WorkerWeightsReader
 from tests.attacks.raw import until
 from tests.daemons import Daemon
-from tests.e2e.test_gate import Background, publish_all, restart
+from tests.e2e.clients import Background, publish_all, restart
 
 PATIENCE = 60.0
 
@@ -55,6 +56,28 @@ def test_case_24_committed_versions_are_back_and_uncommitted_ones_gone(daemon: D
     for writer in writers:
         writer.close()
     until(daemon.socket, lambda _: len(daemon.segments()) == 4)
+
+
+def test_versions_of_another_segment_format_are_gone_and_the_job_goes_on(daemon: Daemon) -> None:
+    into = weights(0)
+    with (
+        WeightWriter("grpo", 0, 1, daemon.socket) as writer,
+        WorkerWeightsReader("grpo", "e", 0, 1, daemon.socket) as reader,
+    ):
+        writer.register(weights(2))
+        reader.register(into)
+        writer.publish(1)
+        daemon.kill()
+        for name in daemon.segments():
+            with open(f"/dev/shm/{name}", "r+b") as segment:
+                segment.seek(8)  # the format, after the magic bytes
+                segment.write((FORMAT - 1).to_bytes(4, "little"))
+        daemon.start()
+        assert steps(daemon) == []
+        assert daemon.segments() == []
+        writer.publish(2)
+        assert reader.update().step == 2
+    assert {value for tensor in into.values() for value in tensor.tolist()} == {2.0}
 
 
 def test_attempt_numbers_are_never_used_twice(daemon: Daemon) -> None:
