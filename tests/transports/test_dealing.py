@@ -18,7 +18,7 @@ def deal(
 ) -> tuple[list[int], list[tuple[int, int, Box]]]:
     """Cells of so many elements, in rows of four where that goes."""
     made = Dealing(
-        4,
+        [0, 0, 0, 0],
         SETS,
         np.array(held_by),
         np.array(sizes) * itemsize,
