@@ -258,9 +258,10 @@ def _in_order_all(codes: Ints, start: int, last: int) -> bool:
 
 def _spare_dims(once: Ints, each: Ints, dims: int) -> bool:
     """Whether a dimension that a tensor does not have is anything but one element at 0."""
-    ndim = once[3] if once.shape[1] == each.shape[1] else once[3][each[0]]  # each name once: in order
+    plain = once.shape[1] == each.shape[1]  # each name once, in order
     for dim in range(int(once[3].min(initial=dims)), dims):
-        names, entries = np.flatnonzero(once[3] <= dim), np.flatnonzero(ndim <= dim)
+        names = np.flatnonzero(once[3] <= dim)
+        entries = names if plain else np.flatnonzero(once[3][each[0]] <= dim)
         extent, offset, shape = once[dim - dims][names], each[2 + dim][entries], each[2 + dims + dim][entries]
         if offset.any() or (extent != 1).any() or (shape != 1).any():
             return True
@@ -325,11 +326,11 @@ def _unpack(payload: bytes, at: int, count: int, rows: int) -> tuple[Ints, int]:
     if len(widths) < count or max(widths, default=0) > 8 or at + sum(widths) * rows > len(payload):
         raise ProtocolError("not a manifest: its columns are of another length")
     folded = np.zeros((count, rows), "<u8")
-    bytewise = folded.view(np.uint8).reshape(count, rows, 8)
+    bytewise, raw = folded.view(np.uint8).reshape(count, rows, 8), np.frombuffer(payload, np.uint8)
     for width in sorted(set(widths) - {0}):
         for column in (column for column, own in enumerate(widths) if own == width):
             for byte in range(width):
-                bytewise[column, :, byte] = np.frombuffer(payload, np.uint8, rows, at)
+                bytewise[column, :, byte] = raw[at : at + rows]
                 at += rows
             if not payload[at - rows : at].lstrip(b"\0"):
                 raise ProtocolError("not a manifest: its encoding is not canonical (a column wider than it need be)")
