@@ -14,11 +14,11 @@ SETS = ((0, 1), (0, 1, 2), (1, 2, 3), (3,))
 
 
 def deal(
-    sizes: Sequence[int], held_by: Sequence[int], itemsize: int = 2
+    sizes: Sequence[int], held_by: Sequence[int], itemsize: int = 2, loads: Sequence[int] = (0, 0, 0, 0)
 ) -> tuple[list[int], list[tuple[int, int, Box]]]:
     """Cells of so many elements, in rows of four where that goes."""
     made = Dealing(
-        4,
+        loads,
         SETS,
         np.array(held_by),
         np.array(sizes) * itemsize,
@@ -86,6 +86,14 @@ def test_cells_are_dealt_out_together_as_one_by_one(cells: list[tuple[int, int]]
     assert {cell for _, cell, _ in cuts}.isdisjoint(cell for _, cell, _ in found)
     expected = sorted(one_by_one(sizes, held_by), key=repr) if cells else []
     assert sorted(found + cuts, key=repr) == expected
+
+
+def test_ranks_with_a_load_of_their_own_are_given_less() -> None:
+    assert deal([4000, 4000], [0, 0], loads=[16_000, 0, 0, 0]) == ([1, 1], [])
+    assert deal([1, 1], [0, 0], loads=[1, 0, 0, 0]) == ([1, 0], [])
+    owner, cuts = deal([4000, 4000], [0, 0], loads=[4000, 0, 0, 0])
+    assert owner == [-1, 1]
+    assert [(rank, part.shape) for rank, _, part in cuts] == [(0, (750, 4)), (1, (250, 4))]
 
 
 def test_what_ends_within_the_slack_is_not_cut() -> None:

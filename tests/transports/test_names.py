@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from awexd_transports.names import FIELD, MAX_FIELDS, Names, is_template, keys, pack
+from awexd_transports.names import FIELD, MAX_FIELDS, TABLE_LIMIT, Names, is_template, keys, numbered, pack
 
 ALPHABET = st.sampled_from(
     ["model", "layers", "0", "1", "7", "00", "10", "03", "999999999", "1000000000", ".", "%", "_", "é", "٣"]
@@ -79,3 +79,18 @@ def test_packed_rows_do_not_wrap_around() -> None:
     packed = pack(np.array(rows, np.int64).T).tolist()
     assert packed[0] == packed[2]
     assert len(set(packed)) == 3
+
+
+@pytest.mark.parametrize("spread", [1, TABLE_LIMIT * 100])
+@given(st.lists(st.integers(0, 50), max_size=12))
+def test_keys_are_numbered_by_table_as_by_sorting(spread: int, keys: list[int]) -> None:
+    """The second spread is too wide for a table."""
+    found = numbered(np.array(keys, np.int64) * spread)
+    assert found.dtype == np.int64
+    assert found.tolist() == [sorted(set(keys)).index(key) for key in keys]
+
+
+def test_packing_leaves_its_columns_alone() -> None:
+    columns = np.array([[1, 2], [3, 4]])
+    assert pack(columns).tolist() == [8, 14]
+    assert columns.tolist() == [[1, 2], [3, 4]]

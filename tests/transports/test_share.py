@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -233,3 +235,21 @@ def test_share_spec_of_a_segment_is_the_registered_one() -> None:
     registered = replicas(2, (8, 4), dtype="float8_e4m3fn")
     for segment in share(registered):
         assert {entry.tensor for entry in segment.entries} <= {TensorSpec("t0", (8, 4), "float8_e4m3fn")}
+
+
+def test_the_first_share_and_plan_of_a_process_import_nothing() -> None:
+    """Parts of NumPy that load others when they are first called would cost more than the work itself."""
+    lines = (
+        "import sys",
+        "from awexd_transports.layout import Box, Entry, Manifest, TensorSpec",
+        "from awexd_transports.plan import plan",
+        "from awexd_transports.share import share",
+        "spec = TensorSpec('w.0', (8, 4), 'bfloat16')",
+        "halves = [Manifest.of([Entry(spec, Box((at, 0), (4, 4)), 0)]) for at in (0, 4, 0, 4)]",
+        "bodies = [manifest.encoded for manifest in halves]",
+        "before = set(sys.modules)",
+        "plan(list(share([Manifest.decode(body) for body in bodies])), halves[:1], partial=True).copies",
+        "print(*(set(sys.modules) - before))",
+    )
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout == "\n"

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise, product
 
 import numpy as np
 
-from awexd_transports.names import Ints
+from awexd_transports.names import Ints, numbered
 from awexd_transports.shard import Box
 
 MAX_PASSES = 24
@@ -30,14 +30,14 @@ def entangled(group: Ints, offset: Ints, shape: Ints) -> Ints:
         offset, shape: (n, dims); no box is empty.
     """
     rows, stale, dims = np.arange(len(group)), 0, offset.shape[1]
-    label = np.unique(group, return_inverse=True)[1] if len(group) else group
+    label = numbered(group)
     for turn in range(MAX_PASSES):
         several = np.bincount(label)[label] > 1 if len(label) else np.zeros(0, bool)
         rows, label = rows[several], label[several]
         if not len(rows) or stale >= dims:
             break
         low = offset[rows, turn % dims]
-        before = len(np.unique(label))
+        before = np.count_nonzero(np.bincount(label))
         order, label = _parted(label, low, low + shape[rows, turn % dims])
         rows = rows[order]
         stale = 0 if int(label[-1]) + 1 > before else stale + 1
@@ -49,7 +49,7 @@ def _parted(label: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints]:
     span = int(high.max()) + 1
     if (int(label.max()) + 1) * span >= 1 << 62:
         edges = np.unique(np.concatenate([low, high]))
-        label = np.unique(label, return_inverse=True)[1]
+        label = numbered(label)
         low, high, span = np.searchsorted(edges, low), np.searchsorted(edges, high), len(edges)
     start = label * span + low
     order = np.argsort(start, kind="stable")

@@ -192,28 +192,47 @@ def check(columns: Columns) -> None:
         ManifestMismatch: overlapping boxes of one name, or aliases that differ.
     """
     check_amount(len(columns.names), len(columns.name), columns.extent.shape[1], columns.names.numbers.shape[1])
-    extent = columns.extent[columns.name]
-    wrong: Bools = (columns.offset < 0) | (columns.shape < 0) | (columns.shape > extent)
-    wrong |= columns.offset > extent - np.minimum(columns.shape, extent)
-    # Products of whole numbers below 2^53 are exact as floats, and larger ones stay larger.
-    large: Bools = (columns.extent > MAX_ELEMENTS) | (columns.extent < 0)
-    elements = np.prod(columns.extent, axis=1, dtype=np.float64)
-    bad = np.flatnonzero(wrong.any(axis=1) | (large.any(axis=1) | (elements > MAX_ELEMENTS))[columns.name])
-    if len(bad):
-        entry = columns.entry(int(bad[0]))
-        raise InvalidArgument(f"{entry.tensor.name}: {box_problem(entry.tensor.shape, entry.box)}")
-    at = out_of_order(columns.piece)
+    _check_boxes(columns)
+    plain = len(columns.piece) and bool((columns.piece == np.arange(len(columns.piece))).all())
+    at = None if plain else out_of_order(columns.piece)
     if at is not None:
         piece, name = int(columns.piece[at]), columns.names.text(int(columns.name[at]))
         text = "is not numbered in order of appearance" if piece >= 0 else "is not a number of a piece"
         raise InvalidArgument(f"{name}: piece {piece} {text}")
-    if columns.nbytes.astype(np.float64).sum() > MAX_BYTES:
-        raise InvalidArgument(f"shards of more than {MAX_BYTES} bytes")
+    _check_bytes(columns)
     mismatched = {**_differing_aliases(columns)}
     for name, text in _overlapping(columns).items():
         mismatched.setdefault(name, text)
     if mismatched:
         raise ManifestMismatch.between("a rank's shards contradict each other", mismatched=mismatched)
+
+
+def _check_boxes(columns: Columns) -> None:
+    # As many names as entries: each has one, and in the same order.
+    extent = columns.extent if len(columns.extent) == len(columns.name) else columns.extent[columns.name]
+    # Products of whole numbers below 2^53 are exact as floats, and larger ones stay larger.
+    elements = np.prod(columns.extent, axis=1, dtype=np.float64)
+    largest = int(columns.extent.max(initial=0)), elements.max(initial=0)
+    least = min(int(numbers.min(initial=0)) for numbers in (columns.offset, columns.shape, columns.extent))
+    if least >= 0 and max(largest) <= MAX_ELEMENTS:
+        ends = columns.offset.view(np.uint64) + columns.shape.view(np.uint64)  # cannot overflow
+        if not (ends > extent.view(np.uint64)).any():
+            return
+    wrong: Bools = (columns.offset < 0) | (columns.shape < 0) | (columns.shape > extent)
+    wrong |= columns.offset > extent - np.minimum(columns.shape, extent)
+    large: Bools = (columns.extent > MAX_ELEMENTS) | (columns.extent < 0)
+    bad = np.flatnonzero(wrong.any(axis=1) | (large.any(axis=1) | (elements > MAX_ELEMENTS))[columns.name])
+    if len(bad):
+        entry = columns.entry(int(bad[0]))
+        raise InvalidArgument(f"{entry.tensor.name}: {box_problem(entry.tensor.shape, entry.box)}")
+
+
+def _check_bytes(columns: Columns) -> None:
+    numel = columns.shape.prod(axis=1)
+    most = int(numel.max(initial=0)) * len(numel) * max((ITEMSIZE[dtype] for dtype in columns.dtypes), default=0)
+    # Only what may be too much is added up.
+    if most > MAX_BYTES // 2 and columns.nbytes.astype(np.float64).sum() > MAX_BYTES:
+        raise InvalidArgument(f"shards of more than {MAX_BYTES} bytes")
 
 
 def describe(entry: Entry) -> str:

@@ -67,8 +67,9 @@ class Cover:
         if followers:  # a leader brings the storage under another of its names
             led = [row for row in bare.tolist() if row in followers and offered[followers[row] - self._end]]
             bare = np.setdiff1d(bare, led)
-        unknown = np.sort(joined.first[np.unique(joined.row_name[bare])])
-        self.missing |= dict.fromkeys(joined.texts_at(unknown))
+        if len(bare):
+            unknown = np.sort(joined.first[np.unique(joined.row_name[bare])])
+            self.missing |= dict.fromkeys(joined.texts_at(unknown))
         wanted = offered & ~joined.empty[self._end :]
         if wrong:
             wanted &= ~np.isin(names, list(wrong))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterator, Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -20,6 +22,8 @@ Cut = tuple[int, int, Box]
 class Dealing:
     """Cells by number, in the order in which they are dealt out, and the sets of ranks that hold them.
 
+    ``loads`` are bytes that each rank writes anyhow.
+
     Attributes:
         owner: shape (cells,): the rank that writes the cell; -1 where it is cut.
         cuts: the parts of those that are.
@@ -27,7 +31,7 @@ class Dealing:
 
     def __init__(
         self,
-        ranks: int,
+        loads: Sequence[int],
         sets: Sequence[tuple[int, ...]],
         held_by: Ints,
         nbytes: Ints,
@@ -44,9 +48,9 @@ class Dealing:
         self.cuts: list[Cut] = []
         single = np.array([len(holders) == 1 for holders in sets], bool)[held_by]
         self.owner[single] = np.array([holders[0] for holders in sets], np.int64)[held_by[single]]
-        loads = np.zeros(ranks, np.int64)
-        np.add.at(loads, self.owner[single], nbytes[single])
-        self._loads: list[int] = loads.tolist()
+        self._loads = list(loads)
+        for rank, load in zip(self.owner[single].tolist(), nbytes[single].tolist(), strict=True):
+            self._loads[rank] += load
         self._give_whole(np.flatnonzero(whole & ~single))
         self._give_quotas(np.flatnonzero(~whole & ~single))
 
@@ -75,21 +79,21 @@ class Dealing:
 
     def _deal(self, cells: Ints, shares: Sequence[tuple[int, int]], slack: int) -> Iterator[Cut]:
         """One set's cells in order; a cell is cut where a quota ends, unless that is within ``slack`` of its edge."""
-        ends = np.cumsum(self._nbytes[cells])
-        due = np.cumsum([quota for _, quota in shares]).tolist()
+        ends: list[int] = np.cumsum(self._nbytes[cells]).tolist()
+        due = list(accumulate(quota for _, quota in shares))
         turn = at = 0
         while at < len(cells):
             # All that ends within what this rank is due; the last rank takes all.
             last = turn + 1 == len(shares)
-            stop = len(cells) if last else int(np.searchsorted(ends, due[turn], side="right"))
+            stop = len(cells) if last else bisect_right(ends, due[turn])
             if stop > at:
                 self.owner[cells[at:stop]] = shares[turn][0]
                 at = stop
                 continue
-            given = int(ends[at - 1]) if at else 0
+            given = ends[at - 1] if at else 0
             if due[turn] - given <= slack:
                 turn += 1
-            elif int(ends[at]) <= due[turn] + slack:
+            elif ends[at] <= due[turn] + slack:
                 self.owner[cells[at]] = shares[turn][0]
                 at += 1
             else:

@@ -20,7 +20,7 @@ import orjson
 from awexd_transports.columns import Columns, check, check_amount, in_order
 from awexd_transports.dtypes import ITEMSIZE
 from awexd_transports.errors import InvalidArgument, ManifestMismatch, ProtocolError
-from awexd_transports.names import FIELD, MAX_FIELDS, MAX_NUMBER, Ints, Names, is_template, pack
+from awexd_transports.names import FIELD, MAX_FIELDS, MAX_NUMBER, Bools, Ints, Names, is_template, pack
 from awexd_transports.shard import MAX_DIMS, MAX_NAME_BYTES, check_tensor_name
 
 MANIFEST_FORMAT = 2
@@ -67,13 +67,16 @@ class Header(NamedTuple):
 
 
 class Vocabulary(NamedTuple):
-    """Texts by their numbers, with what each template needs: bytes beside its numbers, and fields."""
+    """Texts by their numbers, and of each template its bytes beside numbers and the numbers it has no field for.
+
+    ``spare`` has shape (templates, fields).
+    """
 
     templates: tuple[str, ...]
     dtypes: tuple[str, ...]
     layouts: tuple[str, ...]
     sizes: Ints
-    fields: Ints
+    spare: Bools
 
 
 def encode(columns: Columns) -> tuple[bytes, bytes]:
@@ -214,42 +217,55 @@ def _columns(header: Header, payload: bytes) -> Columns:
 
 def _check_codes(words: Vocabulary, once: Ints, each: Ints, names: Names) -> None:
     """One spelling only: codes in order of first appearance, none unused, names distinct, spare numbers constant."""
-    words_known = len(words.templates), len(words.dtypes), len(words.layouts) + 1
     for what, codes, start, known in (
-        ("a word", once[:3], np.array([[-1], [-1], [0]]), words_known),
-        ("a name", each[:1], np.array([[-1]]), (once.shape[1],)),
+        ("a word", once[0], -1, len(words.templates)),
+        ("a word", once[1], -1, len(words.dtypes)),
+        ("a word", once[2], 0, len(words.layouts) + 1),
+        ("a name", each[0], -1, once.shape[1]),
     ):
-        highest = np.maximum.accumulate(np.concatenate([start, codes], axis=1), axis=1)
-        if (codes > highest[:, :-1] + 1).any() or highest[:, -1].tolist() != [count - 1 for count in known]:
+        if not _in_order_all(codes, start, known - 1):
             raise ProtocolError(f"not a manifest: its encoding is not canonical ({what} out of order)")
-    numbers, fields, dims = names.numbers, words.fields, (len(each) - 2) // 2
+    numbers, dims = names.numbers, (len(each) - 2) // 2
     sound = once.min(initial=0) >= 0 and each[0].min(initial=0) >= 0 and int(once[3].max(initial=0)) == dims
-    sound = sound and int(fields.max(initial=0)) == numbers.shape[1] and numbers.max(initial=0) <= MAX_NUMBER
+    sound = sound and words.spare.shape[1] == numbers.shape[1] and numbers.max(initial=0) <= MAX_NUMBER
     if not sound:
         raise ProtocolError("not a manifest: its encoding is not canonical (a number out of bounds)")
-    used = fields[names.template]
-    spare = any(bool(numbers[used <= at, at].any()) for at in range(numbers.shape[1]))
-    if spare or (dims and int(once[3].min()) < dims and _spare_dims(once, each, dims)):
+    spare = words.spare[names.template]
+    if (numbers * spare).any() or _spare_dims(once, each, dims):
         raise ProtocolError("not a manifest: its encoding is not canonical (a spare number)")
-    ordered = np.sort(pack([names.template, *numbers.T]))
-    if (ordered[1:] == ordered[:-1]).any():
-        raise ProtocolError("not a manifest: its encoding is not canonical (a name twice)")
+    # In a checkpoint's order these ascend, mostly.
+    keys = pack([*numbers.T, names.template])
+    if not (keys[1:] > keys[:-1]).all():
+        keys.sort()
+        if (keys[1:] == keys[:-1]).any():
+            raise ProtocolError("not a manifest: its encoding is not canonical (a name twice)")
     if int(words.sizes.max(initial=0)) + 9 * numbers.shape[1] > MAX_NAME_BYTES:
         digits = 1 + sum((numbers >= 10**power).astype(np.int64) for power in range(1, 9))
-        taken = np.where(np.arange(numbers.shape[1]) < used[:, None], digits, 0).sum(axis=1)
+        taken = np.where(spare, 0, digits).sum(axis=1)
         if (words.sizes[names.template] + taken > MAX_NAME_BYTES).any():
             raise InvalidArgument(f"a tensor's name of more than {MAX_NAME_BYTES} bytes")
 
 
+def _in_order_all(codes: Ints, start: int, last: int) -> bool:
+    """Whether codes up to ``last`` come in order of first appearance after ``start``, and none is unused."""
+    if last <= 0:
+        return int(codes.max(initial=start)) == last
+    if len(codes) == last - start:  # each once
+        return bool((codes == np.arange(start + 1, last + 1)).all())
+    highest = np.maximum.accumulate(np.concatenate([[start], codes]))
+    return int(highest[-1]) == last and bool((codes <= highest[:-1] + 1).all())
+
+
 def _spare_dims(once: Ints, each: Ints, dims: int) -> bool:
     """Whether a dimension that a tensor does not have is anything but one element at 0."""
-    spare = np.arange(dims)[:, None] >= once[3]
-    of_entry = spare[:, each[0]]
-    return bool(
-        (once[-dims:][spare] != 1).any()
-        or each[2 : 2 + dims][of_entry].any()
-        or (each[2 + dims :][of_entry] != 1).any()
-    )
+    plain = once.shape[1] == each.shape[1]  # each name once, in order
+    for dim in range(int(once[3].min(initial=dims)), dims):
+        names = np.flatnonzero(once[3] <= dim)
+        entries = names if plain else np.flatnonzero(once[3][each[0]] <= dim)
+        extent, offset, shape = once[dim - dims][names], each[2 + dim][entries], each[2 + dims + dim][entries]
+        if offset.any() or (extent != 1).any() or (shape != 1).any():
+            return True
+    return False
 
 
 @lru_cache(maxsize=64)
@@ -286,7 +302,8 @@ def _read_vocabulary(text: bytes) -> Vocabulary:
         raise InvalidArgument(f"unknown dtype {unknown[0]!r}")
     fields = np.array([template.count(FIELD) for template in templates], np.int64)
     sizes = np.array([len(template.encode()) for template in templates], np.int64) - fields
-    return Vocabulary(templates, dtypes, layouts, sizes, fields)
+    spare: Bools = np.arange(fields.max(initial=0)) >= fields[:, None]
+    return Vocabulary(templates, dtypes, layouts, sizes, spare)
 
 
 def _pack(columns: Ints) -> bytes:
@@ -308,18 +325,17 @@ def _unpack(payload: bytes, at: int, count: int, rows: int) -> tuple[Ints, int]:
     at += count
     if len(widths) < count or max(widths, default=0) > 8 or at + sum(widths) * rows > len(payload):
         raise ProtocolError("not a manifest: its columns are of another length")
-    folded = np.zeros((count, rows), np.uint64)
+    folded = np.zeros((count, rows), "<u8")
+    bytewise, raw = folded.view(np.uint8).reshape(count, rows, 8), np.frombuffer(payload, np.uint8)
     for width in sorted(set(widths) - {0}):
-        chosen = [column for column, own in enumerate(widths) if own == width]
-        planes = np.frombuffer(payload, np.uint8, len(chosen) * width * rows, at).reshape(len(chosen), width, rows)
-        at += planes.size
-        if not planes[:, -1].any(axis=1).all():
-            raise ProtocolError("not a manifest: its encoding is not canonical (a column wider than it need be)")
-        values = planes[:, 0].astype(np.uint64)
-        for byte in range(1, width):
-            values |= planes[:, byte].astype(np.uint64) << np.uint64(8 * byte)
-        folded[chosen] = values
+        for column in (column for column, own in enumerate(widths) if own == width):
+            for byte in range(width):
+                bytewise[column, :, byte] = raw[at : at + rows]
+                at += rows
+            if not payload[at - rows : at].lstrip(b"\0"):
+                raise ProtocolError("not a manifest: its encoding is not canonical (a column wider than it need be)")
     # In place: these may be large.
+    folded = folded.astype(np.uint64, copy=False)
     sign = (folded & np.uint64(1)).view(np.int64)
     folded >>= np.uint64(1)
     steps = folded.view(np.int64)

@@ -26,7 +26,7 @@ class Holders:
         irregular: shape (names,): names that are left out.
         cell: shape (rows,): the cell that a row is; -1 for rows that are empty or left out.
         row: shape (cells,): the first row of each cell.
-        sets: the distinct sets of ranks, each ascending.
+        sets: the distinct sets of ranks, each ascending; some may hold no cell.
         set: shape (cells,): which of them holds the cell.
         nbytes: shape (cells,).
     """
@@ -35,56 +35,70 @@ class Holders:
         self._joined = joined
         self.irregular = np.zeros(len(joined.first), bool)
         self.irregular[joined.row_name[joined.aliased()]] = True
-        self.irregular[joined.name[joined.layout > 0]] = True
+        if joined.layout.any():
+            self.irregular[joined.name[joined.layout > 0]] = True
         tangled = self._gather()
         if tangled.any():
             self.irregular |= tangled
             self._gather()
-        self.nbytes = joined.numel[self.row] * joined.itemsize[joined.place[self.row]]
+        self.nbytes = joined.nbytes[self.row]
         self.set, held_by = self._distinct_sets()
         self.sets = [tuple(sorted(rank for at in members for rank in ranks[at])) for members in held_by]
 
     def _gather(self) -> Bools:
         """Makes cells of rows; the names among them whose cells overlap."""
         joined = self._joined
-        rows = np.flatnonzero(~joined.empty & ~self.irregular[joined.row_name])
-        lone = (np.bincount(joined.row_name[rows], minlength=len(joined.first)) == 1)[joined.row_name[rows]]
-        alone, rest = rows[lone], rows[~lone]
-        order, begin = together([joined.row_name[rest], *joined.offset[rest].T, *joined.shape[rest].T])
-        rest = rest[order]
-        self._members = np.concatenate([alone, rest])
-        self._begin = np.concatenate([np.arange(len(alone)), begin + len(alone)])
-        self._count = np.diff(np.append(self._begin, len(self._members)))
-        self.row = self._members[self._begin]
-        self.cell = np.full(len(joined.place), -1)
-        self.cell[self._members] = np.repeat(np.arange(len(self.row)), self._count)
-        several = self.row[len(alone) :]
-        clash = several[entangled(joined.row_name[several], joined.offset[several], joined.shape[several])]
+        name = joined.row_name
+        kept = ~joined.empty
+        kept &= ~self.irregular[name]
+        lone = (np.bincount(name[kept], minlength=len(joined.first)) == 1)[name]
+        alone, rest = np.flatnonzero(kept & lone), np.flatnonzero(kept & ~lone)
+        order, begin = together([name[rest], *joined.offset[rest].T, *joined.shape[rest].T])
+        self._lone = len(alone)
+        self._members = rest[order]
+        self._begin = begin
+        self._count = np.diff(np.append(begin, len(rest)))
+        several = self._members[begin]
+        self.row = np.concatenate([alone, several])
+        self.cell = np.full(len(name), -1)
+        self.cell[alone] = np.arange(len(alone))
+        self.cell[self._members] = np.repeat(np.arange(len(alone), len(self.row)), self._count)
+        clash = several[entangled(name[several], joined.offset[several], joined.shape[several])]
         tangled = np.zeros(len(joined.first), bool)
-        tangled[joined.row_name[clash]] = True
+        tangled[name[clash]] = True
         return tangled
 
     def _distinct_sets(self) -> tuple[Ints, list[list[int]]]:
-        """For each cell the number of its set of manifests, and those sets."""
-        if not len(self.row):
-            return np.zeros(0, np.int64), []
-        members = self._joined.manifest[self._members]
-        mixed = np.add.reduceat(_mixed(members), self._begin).view(np.int64)
-        order, begin = together([mixed, self._count])
+        """For each cell the number of its set of manifests, and those sets: first each manifest alone."""
+        joined = self._joined
+        which = joined.manifest[self.row]
+        held_by = [[at] for at in range(len(joined.manifests))]
+        shared = np.flatnonzero(self._count > 1)
+        if len(shared):
+            of_shared, sets = self._shared_sets(self._begin[shared], self._count[shared])
+            which[self._lone + shared] = of_shared + len(held_by)
+            held_by += sets
+        return which, held_by
+
+    def _shared_sets(self, first: Ints, count: Ints) -> tuple[Ints, list[list[int]]]:
+        """The same of cells of several members, which begin at ``first``."""
+        members = self._joined.manifest[self._members[runs(first, count)]]
+        starts = np.cumsum(count) - count
+        order, begin = together([np.add.reduceat(_mixed(members), starts).view(np.int64), count])
         which = np.empty(len(order), np.int64)
         which[order] = np.repeat(np.arange(len(begin)), np.diff(np.append(begin, len(order))))
         model = order[begin]
-        same = members[runs(self._begin[model[which]], self._count)] == members[runs(self._begin, self._count)]
-        held_by = [members[self._begin[at] : self._begin[at] + self._count[at]].tolist() for at in model.tolist()]
-        return (which, held_by) if same.all() else self._sets_one_by_one(members.tolist())
+        held_by = [members[starts[at] : starts[at] + count[at]].tolist() for at in model.tolist()]
+        same = members[runs(starts[model[which]], count)] == members
+        return (which, held_by) if same.all() else _one_by_one(members.tolist(), starts.tolist(), count.tolist())
 
-    def _sets_one_by_one(self, members: list[int]) -> tuple[Ints, list[list[int]]]:
-        """Where two sets were mixed to one number."""
-        known: dict[tuple[int, ...], int] = {}
-        begin, count = self._begin.tolist(), self._count.tolist()
-        sets = (tuple(members[low : low + many]) for low, many in zip(begin, count, strict=True))
-        which = np.array([known.setdefault(members, len(known)) for members in sets], np.int64)
-        return which, [list(members) for members in known]
+
+def _one_by_one(members: list[int], starts: list[int], counts: list[int]) -> tuple[Ints, list[list[int]]]:
+    """The distinct sets of members, where two were mixed to one number."""
+    known: dict[tuple[int, ...], int] = {}
+    sets = (tuple(members[low : low + many]) for low, many in zip(starts, counts, strict=True))
+    which = np.array([known.setdefault(held_by, len(known)) for held_by in sets], np.int64)
+    return which, [list(held_by) for held_by in known]
 
 
 def together(columns: Sequence[Ints]) -> tuple[Ints, Ints]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from awexd_transports.dtypes import ITEMSIZE
 from awexd_transports.layout import Box, Entry, Manifest
-from awexd_transports.names import Bools, Ints, Names, keys, padded, renumbered
+from awexd_transports.names import Bools, Ints, Names, keys, numbered, padded, renumbered
 
 
 class Joined:
@@ -31,11 +31,13 @@ class Joined:
         self.row_start = _starts([len(columns.name) for columns in self._columns])
         self.name = _numbered([columns.names for columns in self._columns])
         self.first = np.zeros(int(self.name.max(initial=-1)) + 1, np.int64)
-        self.first[self.name[::-1]] = np.arange(len(self.name))[::-1]
+        self._all_places = np.arange(len(self.name))
+        self.first[self.name[::-1]] = self._all_places[::-1]
         counts = np.diff(self.row_start)
         self.manifest = np.repeat(np.arange(len(manifests)), counts)
-        own = [columns.name for columns in self._columns]
-        self.place = (np.concatenate(own) if own else counts) + np.repeat(self.place_start[:-1], counts)
+        # As many names as entries: each has one, and in the same order.
+        self._plain = len(self.name) == len(self.manifest)
+        self.place = self._all_places if self._plain else self._places(counts)
         self.dims = max((columns.extent.shape[1] for columns in self._columns), default=0)
         self.offset = padded([columns.offset for columns in self._columns], 0, self.dims)
         self.shape = padded([columns.shape for columns in self._columns], 1, self.dims)
@@ -43,20 +45,31 @@ class Joined:
     @cached_property
     def row_name(self) -> Ints:
         """The name's number of each row."""
-        name: Ints = self.name[self.place]
-        return name
+        return self.name if self._plain else self.name[self.place]
 
     @cached_property
     def empty(self) -> Bools:
         """Rows without elements."""
-        empty: Bools = (self.shape == 0).any(axis=1)
-        return empty
+        return _any_zero(self.shape)
+
+    @cached_property
+    def elementless(self) -> Bools:
+        """Places of tensors without elements."""
+        return _any_zero(self.extent)
 
     @cached_property
     def numel(self) -> Ints:
         """Elements of each row's box."""
         numel: Ints = self.shape.prod(axis=1)
         return numel
+
+    @cached_property
+    def nbytes(self) -> Ints:
+        """Bytes of each row's box."""
+        words = {word for columns in self._columns for word in columns.dtypes}
+        nbytes: Ints = self.shape.prod(axis=1)
+        nbytes *= ITEMSIZE[words.pop()] if len(words) == 1 else self.itemsize[self.place]
+        return nbytes
 
     @cached_property
     def ndim(self) -> Ints:
@@ -88,19 +101,25 @@ class Joined:
     def unlike_first(self) -> Ints:
         """Places whose name was declared before with another dtype, global shape or layout, ascending."""
         first = self.first[self.name]
+        later = np.flatnonzero(first != self._all_places)
+        first = first[later]
         unlike = np.zeros(len(first), bool)
         for column in (self._dtypes[0], self.layout, self.ndim, *self.extent.T):
-            unlike |= column != column[first]
-        return np.flatnonzero(unlike)
+            unlike |= column[later] != column[first]
+        return later[unlike]
 
     def aliased(self) -> Ints:
         """Rows that share their piece with another row of their manifest."""
         found = [
             np.flatnonzero(columns.aliased()) + start
             for columns, start in zip(self._columns, self.row_start.tolist(), strict=False)
-            if int(columns.piece.max(initial=-1)) + 1 < len(columns.piece)
+            # Numbered in order of appearance: the last of them is its row where none is shared.
+            if len(columns.piece) and columns.piece[-1] + 1 < len(columns.piece)
         ]
         return _joined(found)
+
+    def _places(self, counts: Ints) -> Ints:
+        return np.concatenate([columns.name for columns in self._columns]) + np.repeat(self.place_start[:-1], counts)
 
     def manifest_of_place(self, place: int) -> int:
         return int(np.searchsorted(self.place_start, place, side="right")) - 1
@@ -161,21 +180,26 @@ def runs(starts: Ints, counts: Ints) -> Ints:
 
 def _numbered(tables: Sequence[Names]) -> Ints:
     """Numbers of names, one table after another; tables that are the same (those of replicas) are looked at once."""
-    kept: dict[tuple[tuple[str, ...], int], int] = {}
+    kept: dict[object, int] = {}
     distinct: list[Names] = []
     which: list[int] = []
     for table in tables:
-        key = table.templates, len(table)
+        key = table.templates, len(table), table.numbers[-1:].tobytes()
         at = kept.get(key)
         if at is None or not distinct[at].same_as(table):
             at = kept[key] = len(distinct)
             distinct.append(table)
         which.append(at)
-    numbers = np.unique(keys(distinct), return_inverse=True)[1].reshape(-1)
+    numbers = numbered(keys(distinct))
     starts = _starts([len(table) for table in distinct])
     if len(distinct) == len(tables):
         return numbers
     return _joined([numbers[starts[at] : starts[at + 1]] for at in which])
+
+
+def _any_zero(rows: Ints) -> Bools:
+    """Which rows have a zero."""
+    return (rows == 0).any(axis=1) if not rows.all() else np.zeros(len(rows), bool)
 
 
 def _starts(counts: Sequence[int]) -> Ints:

@@ -22,6 +22,8 @@ MAX_NUMBER = 10**9 - 1
 # Digits that a number gives back as they were: no leading zeros, at most nine. All others stay in the template.
 _NUMBER = re.compile(r"(?<![0-9])(0|[1-9][0-9]{0,8})(?![0-9])")
 _KEY_LIMIT = 1 << 62
+TABLE_LIMIT = 8
+"""Keys up to so many times their number are looked up in a table; above, sorted."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,6 +103,8 @@ def renumbered(words: Sequence[tuple[str, ...]], codes: Sequence[Ints]) -> tuple
             numbers += [ids.setdefault(word, len(ids)) for word in own]
     if not numbers:
         return np.zeros(0, np.int64), ()
+    if len(starts) == 1:  # ranks of one job share their words: nothing to renumber
+        return np.concatenate(codes), tuple(ids)
     first = np.repeat([starts[own] for own in words], [len(own) for own in codes])
     return np.array(numbers, np.int64)[first + np.concatenate(codes)], tuple(ids)
 
@@ -111,16 +115,32 @@ def pack(columns: Iterable[Ints]) -> Ints:
     for column in columns:
         radix = int(column.max(initial=0)) + 1
         if not limit:
-            packed, limit = column, radix
+            packed, limit = column.copy(), radix
+            continue
+        if radix == 1:
             continue
         if limit * radix >= _KEY_LIMIT:
-            packed = np.unique(packed, return_inverse=True)[1]
+            packed = numbered(packed)
             limit = int(packed.max(initial=0)) + 1
             if limit * radix >= _KEY_LIMIT:
-                column = np.unique(column, return_inverse=True)[1]
+                column = numbered(column)
                 radix = int(column.max(initial=0)) + 1
-        packed, limit = packed * radix + column, limit * radix
+        packed *= radix
+        packed += column
+        limit *= radix
     return packed
+
+
+def numbered(keys: Ints) -> Ints:
+    """For each key >= 0 how many lower ones there are: numbers from 0, equal exactly where the keys are."""
+    limit = int(keys.max(initial=-1)) + 1
+    if limit > TABLE_LIMIT * (len(keys) + 64):
+        return np.unique(keys, return_inverse=True)[1].reshape(-1)
+    seen = np.zeros(limit, bool)
+    seen[keys] = True
+    place = np.cumsum(seen, dtype=np.int32)
+    place -= 1
+    return place[keys].astype(np.int64)
 
 
 def padded(tables: Sequence[Ints], fill: int, width: int | None = None) -> Ints:

@@ -44,7 +44,7 @@ def share(manifests: Sequence[Manifest]) -> Shares:
     """
     distinct, of_rank = classes(manifests)
     joined = Joined(distinct)
-    ranks = [tuple(np.flatnonzero(of_rank == at).tolist()) for at in range(len(distinct))]
+    ranks = _ranks_of(of_rank.tolist(), len(distinct))
     _check_agreement(joined, ranks)
     holders = Holders(joined, ranks)
     ragged = ragged_cells(joined, holders.irregular, ranks)
@@ -61,7 +61,8 @@ class Shares(Sequence[Manifest]):
         self._of_rank: list[int] = of_rank.tolist()
         self._made: dict[int, Manifest] = {}
         self._cell = holders.cell
-        self._owner = np.full(len(holders.row), -1)
+        alone = [held_by[0] if len(held_by) == 1 else -1 for held_by in holders.sets]
+        self._owner = np.array(alone, np.int64)[holders.set]
         self._parts: dict[int, list[_Part]] = {}
         self._deal(holders, ragged)
         self._give_elementless(ranks)
@@ -88,12 +89,16 @@ class Shares(Sequence[Manifest]):
         return hash(tuple(self))
 
     def _deal(self, holders: Holders, ragged: Sequence[Cell]) -> None:
-        joined, regular = self._joined, len(holders.row)
+        joined = self._joined
+        loads = np.zeros(len(self) + 1, np.int64)
+        np.add.at(loads, self._owner, holders.nbytes)  # what several ranks hold (-1) comes last
+        shared = np.flatnonzero(self._owner < 0)
+        rows, regular = holders.row[shared], len(shared)
         sets: dict[Ranks, int] = {members: at for at, members in enumerate(holders.sets)}
         held_by = np.array([sets.setdefault(cell.ranks, len(sets)) for cell in ragged], np.int64)
-        held_by = np.concatenate([holders.set, held_by])
-        nbytes = np.concatenate([holders.nbytes, np.array([cell.nbytes for cell in ragged], np.int64)])
-        row_place = joined.place[holders.row]
+        held_by = np.concatenate([holders.set[shared], held_by])
+        nbytes = np.concatenate([holders.nbytes[shared], np.array([cell.nbytes for cell in ragged], np.int64)])
+        row_place = joined.place[rows]
         itemsize = np.concatenate(
             [joined.itemsize[row_place], np.array([cell.tensor.itemsize for cell in ragged], np.int64)]
         )
@@ -102,16 +107,18 @@ class Shares(Sequence[Manifest]):
         )
         whole = nbytes == itemsize
         whole[regular:] |= np.array([cell.tensor.atomic for cell in ragged], bool)
-        order = np.lexsort((np.concatenate([holders.row, np.arange(len(ragged))]), first))
+        order = np.lexsort((np.concatenate([rows, np.arange(len(ragged))]), first))
 
         def box_of(cell: int) -> Box:
             at = int(order[cell])
-            return joined.box(int(holders.row[at])) if at < regular else ragged[at - regular].box
+            return joined.box(int(rows[at])) if at < regular else ragged[at - regular].box
 
-        dealing = Dealing(len(self), list(sets), held_by[order], nbytes[order], itemsize[order], whole[order], box_of)
+        dealing = Dealing(
+            loads[:-1].tolist(), list(sets), held_by[order], nbytes[order], itemsize[order], whole[order], box_of
+        )
         owner = np.empty_like(dealing.owner)
         owner[order] = dealing.owner
-        self._owner = owner[:regular]
+        self._owner[shared] = owner[:regular]
         for cell, rank in zip(ragged, owner[regular:].tolist(), strict=True):
             if rank >= 0:
                 self._give(rank, cell.rows(joined, self._of_rank[rank]), cell.box)
@@ -120,7 +127,7 @@ class Shares(Sequence[Manifest]):
             if at < regular:
                 low = int(joined.row_start[manifest])
                 own = self._cell[low : int(joined.row_start[manifest + 1])]
-                self._give(rank, [low + int(np.flatnonzero(own == at)[0])], box)
+                self._give(rank, [low + int(np.flatnonzero(own == shared[at])[0])], box)
             else:
                 self._give(rank, ragged[at - regular].rows(joined, manifest), box)
 
@@ -130,7 +137,7 @@ class Shares(Sequence[Manifest]):
     def _give_elementless(self, ranks: Sequence[Ranks]) -> None:
         """Tensors without elements stay known: the first rank that declares one keeps it."""
         joined = self._joined
-        for place in joined.first[(joined.extent[joined.first] == 0).any(axis=1)].tolist():
+        for place in joined.first[joined.elementless[joined.first]].tolist() if joined.elementless.any() else ():
             row = int(np.flatnonzero(joined.place == place)[0])
             self._give(ranks[int(joined.manifest[row])][0], [row], joined.box(row))
 
@@ -173,6 +180,14 @@ def _pieces(manifest: Manifest, rows: Ints, offset: Ints, shape: Ints) -> Ints:
 
 def _filled(rows: Sequence[tuple[int, ...]], dims: int, fill: int) -> Ints:
     return np.array([(*row, *(fill,) * (dims - len(row))) for row in rows], np.int64).reshape(len(rows), dims)
+
+
+def _ranks_of(of_rank: Sequence[int], count: int) -> list[Ranks]:
+    """For each distinct manifest the ranks that have it."""
+    found: list[list[int]] = [[] for _ in range(count)]
+    for rank, at in enumerate(of_rank):
+        found[at].append(rank)
+    return [tuple(ranks) for ranks in found]
 
 
 def _check_agreement(joined: Joined, ranks: Sequence[Ranks]) -> None:
