@@ -23,6 +23,7 @@ from awexd.shelf import Shelf
 from awexd.store import Segment, Store, Wait
 from awexd.store.ledger import Session
 from awexd.store.model import Job
+from awexd.store.slots import mappable
 from awexd_transports.errors import (
     AccessDenied,
     DeadlineExceeded,
@@ -171,12 +172,11 @@ class Service:
         return Reply({})
 
     def _permitted(self, session: Session, segment_id: str) -> tuple[Segment, bool]:
-        """A writer may map what it writes; a worker, read-only, what it has leased."""
+        """A writer may map what it writes or may come to write; a worker, read-only, what it has leased."""
         if session.writer:
-            job, _ = self.store.writer_of(session)
-            segment = job.segments.get(segment_id)
-            if segment and segment.session == session.id and segment.writable:
-                return segment, True
+            for segment in mappable(*self.store.writer_of(session)):
+                if segment.id == segment_id:
+                    return segment, True
         if session.worker:
             job, _ = self.store.worker_of(session)
             leased = {key for lease in session.leases for key in job.versions[self.store.leases[lease].key].segments}

@@ -11,7 +11,7 @@ from awexd.service import Call, Operation, Outcome, Reply, Service
 from awexd.store import Segment, Wait
 from awexd.store.ledger import Session
 from awexd.store.model import Job, SegmentState
-from awexd.store.slots import Shortfall
+from awexd.store.slots import Shortfall, mappable
 from awexd_transports.segment import HEADER_BYTES
 
 _log = logging.getLogger(__name__)
@@ -85,7 +85,8 @@ class Trainers:
             self._store.reserve(call.session, arguments["set"], arguments["digest"], arguments["nbytes"])
         self._service.settle()
         await self._allocator.fill(job, writer.rank, call.deadline)
-        return Reply({"slots": len(job.slots(writer.rank)), "lock_problem": self._memory.lock_problem})
+        segments = [segment.id for segment in mappable(job, writer)]
+        return Reply({"segments": segments, "lock_problem": self._memory.lock_problem})
 
     def _slot(self, call: Call) -> Outcome:
         job, _ = self._store.writer_of(call.session)
@@ -122,9 +123,13 @@ class Trainers:
         job, _ = self._store.writer_of(call.session)
         epoch, step, attempt, checksums = (call.arguments[k] for k in ("epoch", "step", "attempt", "checksums"))
         segment = self._store.check_seal(call.session, epoch, step, attempt)
+        following = None
         if segment is not None:
             self._seal_slot(call, job, segment, epoch, step, attempt, checksums)
-        return Reply({"committed": self._store.committed(call.session, epoch, step, attempt) is None})
+            self._service.settle()  # readers first
+            following = self._next_slot(call.session)
+        committed = self._store.committed(call.session, epoch, step, attempt) is None
+        return Reply({"committed": committed, "next": following})
 
     def _publish(self, call: Call) -> Reply | Wait:
         """Begins and seals at once a slot that was granted and has been filled. Grants the next, if one is free."""

@@ -47,6 +47,17 @@ def granted_to(job: Job, writer: Writer) -> Segment | None:
     return None
 
 
+def mappable(job: Job, writer: Writer) -> list[Segment]:
+    """Slots that this writer may map to write: those that it fills, and free ones that it alone will fill."""
+    current = job.writers.get(writer.rank) is writer
+    return [
+        segment
+        for segment in job.slots(writer.rank)
+        if (segment.writable and segment.session == writer.session)
+        or (segment.state is SegmentState.FREE and current and _fits(segment, writer))
+    ]
+
+
 def abort(job: Job, step: int, reason: str) -> None:
     """Discards the open attempt at ``step`` on every rank, sealed segments too."""
     attempt = job.attempts.pop(step, None)

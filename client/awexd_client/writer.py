@@ -219,6 +219,8 @@ class WeightWriter(Endpoint):
         )
         if reserved["lock_problem"]:
             _log.warning("weights of %s are not locked in memory: %s", self.job, reserved["lock_problem"])
+        # Pages are faulted in here, once: the first publishes are as fast as the later ones.
+        self._map([(slot, HEADER_BYTES + segment.nbytes) for slot in reserved["segments"]], deadline)
         self._epoch = answer["epoch"]
         self._segment_ = segment
 
@@ -339,7 +341,7 @@ class WeightWriter(Endpoint):
         answer = self._surviving(lambda deadline: self._ask(operation, deadline.left(), **arguments), deadline)
         if operation == "write.publish":
             publication.epoch, publication._attempt = answer["epoch"], answer["attempt"]
-            self._next = answer["next"]
+        self._next = answer["next"]
         publication._captured, publication._committed = True, answer["committed"]
 
     def _abort(self, publication: Publication, reason: str) -> None:

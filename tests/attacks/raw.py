@@ -157,7 +157,8 @@ class RawWriter(Raw):
 
     def reserve(self) -> None:
         self.set = self.call("write.ready")["set"]
-        self.call("write.reserve", body=b"segment of rank %d" % self.rank, set=self.set, nbytes=self.nbytes)
+        body = b"segment of rank %d" % self.rank
+        self.segments = self.call("write.reserve", body=body, set=self.set, nbytes=self.nbytes)["segments"]
 
     def begin(self, step: int) -> Message:
         return self.call("write.begin", step=step, set=self.set)

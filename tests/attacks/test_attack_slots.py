@@ -37,6 +37,19 @@ def test_slot_of_another_rank_another_session_or_of_nobody_is_refused(daemon: Da
         assert other.answer(publish(other, 1, foreign))[0]["committed"]
 
 
+def test_only_free_slots_of_its_own_may_be_mapped_ahead(daemon: Daemon) -> None:
+    with writer(daemon.socket) as trainer, writer(daemon.socket, "other") as other:
+        free, foreign = trainer.segments, other.segments
+        assert len(free) == 3
+        _, fds = trainer.answer(trainer.ask("segment.open", ids=free))
+        for fd in fds:
+            os.close(fd)
+        held = trainer.publish(1)["segment"]
+        for slot in (held, foreign[0]):
+            with pytest.raises(Exception, match="neither written nor leased"):
+                trainer.answer(trainer.ask("segment.open", ids=[slot]))
+
+
 def test_flood_of_requests_for_slots_gets_one_slot(daemon: Daemon) -> None:
     with writer(daemon.socket) as trainer:
         numbers = [trainer.ask("write.slot") for _ in range(200)]

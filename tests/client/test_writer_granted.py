@@ -44,6 +44,12 @@ def test_publication_takes_one_request_once_its_slots_are_mapped(writer: WeightW
     assert [requests_of(writer, step) for step in range(5, 9)] == [1, 1, 1, 1]
 
 
+def test_slots_are_mapped_when_the_writer_registers(writer: WeightWriter) -> None:
+    writer.register(weights(0))
+    assert len(writer._maps._maps) == 3
+    assert [requests_of(writer, step) for step in (1, 2)] == [2, 1]
+
+
 def test_status_shows_no_attempt_and_a_free_slot_where_one_is_granted(daemon: Daemon, writer: WeightWriter) -> None:
     writer.register(weights(0))
     for step in (1, 2):
