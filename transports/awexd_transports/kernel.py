@@ -93,7 +93,8 @@ class Jobs:
         nbytes = sum(destination.nbytes for destination, _, _ in rows)
         self._words = kept_words()
         self._keys = np.array([self._words.ctypes.data, ROWS, SPANS, CHECKSUM_OFFSET], np.uint64)
-        self._stream = int(nbytes >= STREAM)
+        self._before = [ctypes.c_int64(number) for number in (self._jobs.ctypes.data, len(self._jobs))]
+        self._after = [ctypes.c_int64(number) for number in (self._keys.ctypes.data, int(nbytes >= STREAM))]
 
     def start(self) -> Callable[[], None]:
         """Begins a run: what each thread that takes part calls. It returns when no tile is left to begin."""
@@ -102,12 +103,10 @@ class Jobs:
             return lambda: None
         self._jobs["done"] = 0
         self._jobs["wrong"] = -1
-        drawn = np.zeros(1, np.int64)
-        addresses = (self._jobs.ctypes.data, len(self._jobs), drawn.ctypes.data, self._keys.ctypes.data)
-        arguments = [ctypes.c_int64(number) for number in (*addresses, self._stream)]
+        drawn = ctypes.c_int64(0)
 
-        def work(_: object = drawn) -> None:  # the counter lives as long as this does
-            library.awexd_run(*arguments)
+        def work() -> None:
+            library.awexd_run(*self._before, ctypes.byref(drawn), *self._after)
 
         return work
 
