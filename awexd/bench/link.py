@@ -84,6 +84,8 @@ class Side:
             line = self._lines.readline()
         except TimeoutError as error:
             raise SideFailed(f"{self.name} did not answer {operation} in {timeout:g} s") from error
+        except ConnectionResetError:  # it has left the request unread
+            line = b""
         if not line:
             raise SideFailed(f"{self.name} ended during {operation}")
         answer: Answer = json.loads(line)

@@ -9,7 +9,7 @@ import pytest
 from awexd.bench.link import Side, SideFailed
 
 SCRIPT = """
-import os, signal, sys
+import os, select, signal, sys
 from awexd.bench.link import serve
 
 def several(count):
@@ -25,10 +25,15 @@ def end():
 def hang():
     signal.pause()
 
+def leave():
+    yield {}
+    select.select([int(sys.argv[-1])], [], [])
+    os._exit(3)
+
 def pid():
     return {"pid": os.getpid()}
 
-serve(int(sys.argv[-1]), {made.__name__: made for made in (pid, several, fail, end, hang)})
+serve(int(sys.argv[-1]), {made.__name__: made for made in (pid, several, fail, end, hang, leave)})
 """
 
 
@@ -53,6 +58,13 @@ def test_failure_is_told_with_its_operation(side: Side, operation: str, message:
         side.ask(operation)
     with pytest.raises(SideFailed, match=r"it (has )?ended"):
         side.ask("pid")
+
+
+def test_side_that_ends_with_a_request_unread(side: Side) -> None:
+    side.ask("leave")
+    side.tell("pid")
+    with pytest.raises(SideFailed, match="it ended during pid"):
+        side.answer("pid")
 
 
 def test_side_that_hangs_is_late_and_is_ended(side: Side) -> None:
