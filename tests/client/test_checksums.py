@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -317,7 +317,12 @@ def test_rows_that_were_not_copied_by_the_library_are_found(monkeypatch: pytest.
     tables.run()
     if each_way != "library":
         return
-    monkeypatch.setattr(kernel.Jobs, "start", lambda jobs: jobs._jobs["done"].fill(0) or (lambda: None))
+
+    def nothing(jobs: kernel.Jobs) -> Callable[[], None]:
+        jobs._run = kernel._Run()
+        return lambda: None
+
+    monkeypatch.setattr(kernel.Jobs, "start", nothing)
     with pytest.raises(IntegrityError, match=r"^w "):
         tables.run()
 

@@ -31,8 +31,8 @@ BATCH = 2 << 20
 """Bytes that a thread takes at once: large enough that the threads seldom meet at the GIL, and both sides of all
 threads' batches still are in the shared cache when what comes ``after`` reads them."""
 BATCH_ROWS = 256
-INLINE = 256 << 10
-"""Below so many bytes handing work to other threads costs more than it saves."""
+WORTHWHILE = 512 << 10
+"""Bytes that another thread should have to do: for less, waking it costs more than it saves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,15 @@ class CopyTable:
             threads: this one included; at most MAX_THREADS. None: ``default_threads()``.
         """
         wanted = self._threads(threads)
-        jobs = [self._jobs.start()] * min(wanted, MAX_THREADS, self._jobs.tiles)
+        if not self._rows:
+            return
+        work = self._jobs.start()
+        if wanted == 1:
+            work()
+            for batch in self._batches:
+                batch.run()
+            return
+        jobs = [work] * min(wanted, MAX_THREADS, self._jobs.tiles)
         spread([*jobs, *(batch.run for batch in self._batches)], _call, wanted)
 
     def wrong(self) -> tuple[Row, int] | None:
@@ -149,6 +157,8 @@ class CopyTable:
 
     def first_difference(self, threads: int | None = None) -> Difference | None:
         """Compare destinations with sources bit by bit (cast rows: with the cast of their source)."""
+        if not self._rows:
+            return None
         found: list[bool] = []
         spread(self._compared, partial(_compare, found), self._threads(threads))
         if not found:
@@ -164,7 +174,7 @@ class CopyTable:
 
     def _threads(self, threads: int | None) -> int:
         wanted = default_threads() if threads is None else threads
-        return min(wanted, 1) if self.nbytes < INLINE else wanted
+        return min(wanted, max(1, self.nbytes // WORTHWHILE))
 
 
 def _same_dtype(row: Row) -> bool:

@@ -30,7 +30,7 @@ SHORT_RUN = 64
 
 _COPY, _STORE, _COMPARE = range(3)
 _FIELDS = ("destination", "source", "piece", "table")
-_NUMBERS = ("mode", "ndim", "itemsize", "together", "row", "column", "tiles", "first", "done", "wrong")
+_NUMBERS = ("mode", "ndim", "itemsize", "together", "row", "column", "tiles", "first", "wrong")
 _ARRAYS = ("low", "high", "shape", "step", "into", "from", "rows")
 JOB = np.dtype(
     [
@@ -81,6 +81,12 @@ def takes_summed(destination: View, source: View) -> bool:
     return not apart or destination.strides[-1] == source.strides[-1] == destination.itemsize
 
 
+class _Run(ctypes.Structure):
+    """``struct run`` of ``native/copy.c``."""
+
+    _fields_ = (("next", ctypes.c_int64), ("done", ctypes.c_int64), ("wrong", ctypes.c_int64))
+
+
 class Jobs:
     """Prepared rows that the library takes, in their order. Whoever holds it keeps the memory alive."""
 
@@ -88,6 +94,8 @@ class Jobs:
         self._jobs = np.zeros(len(rows), JOB)
         for at, (destination, source, sums) in enumerate(rows):
             self._jobs[at] = _plain(destination, source) if sums is None else _summed(destination, source, sums)
+        self._jobs["wrong"] = -1
+        self._run = _Run()
         self._jobs["first"] = np.cumsum(self._jobs["tiles"]) - self._jobs["tiles"]
         self.tiles = int(self._jobs["tiles"].sum())
         nbytes = sum(destination.nbytes for destination, _, _ in rows)
@@ -99,21 +107,25 @@ class Jobs:
     def start(self) -> Callable[[], None]:
         """Begins a run: what each thread that takes part calls. It returns when no tile is left to begin."""
         library = load()
-        if library is None or not self.tiles:
+        run = self._run = _Run()
+        if library is None:
             return lambda: None
-        self._jobs["done"] = 0
-        self._jobs["wrong"] = -1
-        drawn = ctypes.c_int64(0)
 
         def work() -> None:
-            library.awexd_run(*self._before, ctypes.byref(drawn), *self._after)
+            library.awexd_run(*self._before, ctypes.byref(run), *self._after)
 
         return work
 
     def wrong(self) -> tuple[int, int] | None:
-        """After a run: the first row, and a tile of it, whose checksum is not the stored one or was not taken."""
-        bad = np.flatnonzero((self._jobs["wrong"] >= 0) | (self._jobs["done"] != self._jobs["tiles"]))
-        return (int(bad[0]), max(0, int(self._jobs["wrong"][bad[0]]))) if len(bad) else None
+        """After a run: a row with sums, and a tile of it, that does not add up to what is stored, or was left out."""
+        if self._run.done == self.tiles and not self._run.wrong:
+            return None
+        found = np.flatnonzero(self._jobs["wrong"] >= 0)
+        if not len(found):
+            return next(((int(at), 0) for at in np.flatnonzero(self._jobs["mode"] == _COMPARE)), None)
+        row, tile = int(found[0]), int(self._jobs["wrong"][found[0]])
+        self._jobs["wrong"] = -1
+        return row, tile
 
 
 def _loops(destination: View, source: View) -> Loops:
@@ -132,7 +144,7 @@ def _plain(destination: View, source: View) -> tuple[object, ...]:
     into, out = [step for _, step, _ in loops], [step for _, _, step in loops]
     tiles = math.prod(-(-n // step) for n, step in zip(shape, steps, strict=True))
     lists = ([0] * len(shape), shape, shape, steps, into, out, [0] * len(shape))
-    return (destination.address, source.address, 0, 0, _COPY, len(shape), 1, 0, 0, 0, tiles, 0, 0, -1, *_filled(lists))
+    return (destination.address, source.address, 0, 0, _COPY, len(shape), 1, 0, 0, 0, tiles, 0, 0, *_filled(lists))
 
 
 def _summed(destination: View, source: View, sums: Sums) -> tuple[object, ...]:
@@ -151,7 +163,7 @@ def _summed(destination: View, source: View, sums: Sums) -> tuple[object, ...]:
     tiles = math.prod(counts[:-1]) * (1 if cells.together else counts[-1])
     addresses = (destination.address, source.address, sums.piece.address if sums.piece else 0, sums.table)
     mode = _COMPARE if sums.piece else _STORE
-    numbers = (mode, len(shape), size, int(cells.together), row, origin[-1] * size, tiles, 0, 0, -1)
+    numbers = (mode, len(shape), size, int(cells.together), row, origin[-1] * size, tiles, 0, 0)
     return (*addresses, *numbers, *_filled((low, high, shape, cells.steps, into, out, rows)))
 
 

@@ -37,10 +37,15 @@ struct job {
     int64_t together;             /* cells side by side along the last dimension are one tile */
     int64_t row, column;          /* of the piece's first element in the tensor: row number, and byte in the row */
     int64_t tiles, first;         /* how many, and how many there are before this job */
-    int64_t done, wrong;          /* tiles finished; the number of one that did not add up, else -1 */
+    int64_t wrong;                /* the number of a tile that did not add up; only then */
     int64_t low[DIMS], high[DIMS], shape[DIMS], step[DIMS]; /* box, piece and cell, in the piece's coordinates */
     int64_t into[DIMS], from[DIMS]; /* strides in bytes */
     int64_t rows[DIMS];           /* by how many rows of the tensor each dimension but the last moves */
+};
+
+/* One run of a table. Threads draw tiles from `next`. */
+struct run {
+    int64_t next, done, wrong; /* the next tile; tiles finished; those among them that did not add up */
 };
 
 struct keys {
@@ -230,7 +235,8 @@ static uint64_t sum_rest(const struct job *job, const struct keys *keys, const s
     return total;
 }
 
-static void run_tile(struct job *job, const struct keys *keys, int64_t number, int stream) {
+/* Whether it adds up. */
+static int run_tile(struct job *job, const struct keys *keys, int64_t number, int stream) {
     struct tile tile;
     find_tile(job, number, &tile);
     int last = (int)job->ndim - 1;
@@ -275,14 +281,14 @@ static void run_tile(struct job *job, const struct keys *keys, int64_t number, i
     if (stream)
         _mm_sfence();
 #endif
-    __atomic_fetch_add(&job->done, 1, __ATOMIC_RELAXED);
+    return total == 0;
 }
 
-/* Tiles, drawn from `next` until there are none: called by as many threads as shall share them. */
-EXPORT void awexd_run(struct job *jobs, int64_t count, int64_t *next, const struct keys *keys, int64_t stream) {
+/* Does tiles until none is left to begin: called by as many threads as shall share them. */
+EXPORT void awexd_run(struct job *jobs, int64_t count, struct run *run, const struct keys *keys, int64_t stream) {
     int64_t tiles = count ? jobs[count - 1].first + jobs[count - 1].tiles : 0;
     for (;;) {
-        int64_t tile = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED);
+        int64_t tile = __atomic_fetch_add(&run->next, 1, __ATOMIC_RELAXED);
         if (tile >= tiles)
             return;
         int64_t low = 0, high = count;
@@ -293,7 +299,9 @@ EXPORT void awexd_run(struct job *jobs, int64_t count, int64_t *next, const stru
             else
                 high = middle;
         }
-        run_tile(&jobs[low], keys, tile - jobs[low].first, (int)stream);
+        if (!run_tile(&jobs[low], keys, tile - jobs[low].first, (int)stream))
+            __atomic_fetch_add(&run->wrong, 1, __ATOMIC_RELAXED);
+        __atomic_fetch_add(&run->done, 1, __ATOMIC_RELAXED);
     }
 }
 
