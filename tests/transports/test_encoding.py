@@ -102,6 +102,18 @@ def _long() -> tuple[Any, Any]:
     return np.array([0, 0, 1]), np.array([[1], [123_456_789], [0]])
 
 
+def twice_in_a_row() -> bytes:
+    columns = manifest(one("x.1.w", (4,)), one("x.2.w", (4,))).columns
+    return forged(replace(columns, names=Names(columns.names.templates, np.array([0, 0]), np.array([[1], [1]]))))
+
+
+def spare_after_two_boxes() -> bytes:
+    """The second name's entry is the third."""
+    halves = (one("x", (4, 1), Box((at, 0), (2, 1))) for at in (0, 2))
+    columns = manifest(*halves, one("c", (5,))).columns
+    return forged(replace(columns, offset=np.array([[0, 0], [2, 0], [0, 1]])))
+
+
 def negative_layout() -> bytes:
     found = manifest(one("c", (5,)))
     header, payload = header_of(found), encode(found.columns)[1]
@@ -144,6 +156,7 @@ MALFORMED: dict[str, tuple[Callable[[], bytes], str]] = {
     ),
     "templates in another order": (relabelled, "a word out of order"),
     "a name twice": (lambda: with_names([0, 0, 1], [[1], [1], [0]]), "a name twice"),
+    "a name twice in a row": (twice_in_a_row, "a name twice"),
     "a number where the template has no field": (lambda: with_names([0, 0, 1], [[1], [2], [3]]), "spare"),
     "a number too large": (lambda: with_names([0, 0, 1], [[1], [10**9], [0]]), "out of bounds"),
     "a negative number": (lambda: with_names([0, 0, 1], [[1], [-2], [0]]), "out of bounds"),
@@ -154,6 +167,7 @@ MALFORMED: dict[str, tuple[Callable[[], bytes], str]] = {
     "a negative layout": (negative_layout, "bounds"),
     "an extent in a spare dimension": (lambda: with_columns(extent=[[4, 2], [4, 2], [5, 2]]), "spare"),
     "an offset in a spare dimension": (lambda: with_columns(offset=[[0, 0], [2, 0], [0, 1]]), "spare"),
+    "an offset in a spare dimension after a name of two boxes": (spare_after_two_boxes, "spare"),
     "a shape in a spare dimension": (lambda: with_columns(shape=[[4, 2], [2, 2], [5, 0]]), "spare"),
     "a negative offset": (lambda: with_columns(offset=[[0, 0], [-2, 0], [0, 0]]), r"x\.2\.w: .*whole numbers"),
     "a box outside its tensor": (lambda: with_columns(offset=[[0, 0], [3, 0], [0, 0]]), r"x\.2\.w: .*not inside"),

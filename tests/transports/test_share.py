@@ -246,8 +246,8 @@ def test_the_first_share_and_plan_of_a_process_import_nothing() -> None:
         "from awexd_transports.share import share",
         "spec = TensorSpec('w.0', (8, 4), 'bfloat16')",
         "halves = [Manifest.of([Entry(spec, Box((at, 0), (4, 4)), 0)]) for at in (0, 4, 0, 4)]",
-        "bodies = [manifest.encoded for manifest in halves]",
         "before = set(sys.modules)",
+        "bodies = [manifest.encoded for manifest in halves]",
         "plan(list(share([Manifest.decode(body) for body in bodies])), halves[:1], partial=True).copies",
         "print(*(set(sys.modules) - before))",
     )

@@ -313,7 +313,7 @@ def _pack(columns: Ints) -> bytes:
     top = folded.max(axis=1, initial=0)
     widths = np.array([(int(value).bit_length() + 7) // 8 for value in top], np.uint8)
     parts = [widths.tobytes()]
-    for width in np.unique(widths[widths > 0]).tolist():
+    for width in sorted(set(widths.tolist()) - {0}):
         bytewise = folded[widths == width].astype("<u8").view(np.uint8).reshape(-1, columns.shape[1], 8)
         parts.append(bytewise[:, :, :width].transpose(0, 2, 1).tobytes())
     return b"".join(parts)
