@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -118,19 +117,16 @@ class Ledger:
         free = [segment for segment in job.segments.values() if segment.state is SegmentState.FREE]
         for segment in free:
             self._free(job, segment)
-        if free:
-            self._trim(job)
+        self._trim(job)
 
     def _trim(self, job: Job) -> None:
         """A lowered ``keep`` needs fewer slots."""
-        slots = Counter((segment.rank, segment.nbytes) for segment in job.segments.values())
-        for segment in list(job.segments.values()):
-            alike = (segment.rank, segment.nbytes)
+        for segment in [segment for segment in job.segments.values() if segment.state is SegmentState.FREE]:
             writer = job.writers.get(segment.rank)
-            fits = writer is not None and writer.nbytes == segment.nbytes
-            if fits and segment.state is SegmentState.FREE and slots[alike] > job.keep + 1:
-                slots[alike] -= 1
-                self._unlink(job, segment)
+            if writer is not None and writer.nbytes == segment.nbytes:
+                alike = [s for s in job.segments.values() if s.rank == segment.rank and s.nbytes == segment.nbytes]
+                if len(alike) > job.keep + 1:
+                    self._unlink(job, segment)
 
     def _free(self, job: Job, segment: Segment) -> None:
         if segment.state is SegmentState.HELD:

@@ -12,7 +12,7 @@ from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline, failed
 from awexd_client.holding import view_of
 from awexd_client.mappings import Mapping
 from awexd_client.outgoing import check_same
-from awexd_transports.copy import CopyTable, Row, View, default_threads
+from awexd_transports.copy import CopyTable, Row, View
 from awexd_transports.errors import ManifestMismatch, VersionConflict
 from awexd_transports.layout import Box, Shard
 
@@ -87,7 +87,7 @@ class Update:
             new, rows, again = self._rows(shards)
             table = CopyTable(rows)
             started = time.monotonic()
-            table.run(default_threads(self._writer.world_size))
+            table.run(sharing=self._writer.world_size)
             self.publication.copy_seconds += time.monotonic() - started
             self.publication.nbytes += table.nbytes
             check_same(again)

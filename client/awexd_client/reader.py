@@ -17,7 +17,6 @@ from awexd_client.holding import Holding
 from awexd_client.mappings import Mapping
 from awexd_client.tables import Sources, Tables, build
 from awexd_client.updates import Staged, State, UpdateResult
-from awexd_transports.copy import default_threads
 from awexd_transports.errors import (
     AwexdError,
     DaemonUnavailable,
@@ -30,6 +29,9 @@ from awexd_transports.errors import (
 )
 from awexd_transports.layout import Manifest
 from awexd_transports.plan import plan, unexpected
+
+_Held = tuple[str, tuple[tuple[str, bool], ...]]
+"""The digest of a set of manifests; the id of each rank's segment, and whether it has checksums."""
 
 TABLES_KEPT = 2 * (MAX_KEEP + 1)
 _log = logging.getLogger(__name__)
@@ -87,7 +89,7 @@ class WorkerWeightsReader(Endpoint):
         self._sources: OrderedDict[str, Sources] = OrderedDict()
         self._checked: set[str] = set()
         self._warned = False
-        self._tables: OrderedDict[tuple[str, ...], Tables] = OrderedDict()
+        self._tables: OrderedDict[_Held, tuple[Tables, tuple[Mapping, ...]]] = OrderedDict()
         self._prefetching: threading.Thread | None = None
 
     @property
@@ -267,7 +269,7 @@ class WorkerWeightsReader(Endpoint):
         self._state, self._version = "dirty", None
         began = time.monotonic()
         try:
-            staged.tables.run(default_threads(self.world_size))
+            staged.tables.run(sharing=self.world_size)
             self._updates = self._ask("read.confirm", deadline.left(), lease=staged.lease)["updates"]
         except BaseException as error:
             if not isinstance(error, DaemonUnavailable):
@@ -289,8 +291,21 @@ class WorkerWeightsReader(Endpoint):
 
     def _prepare(self, answer: dict[str, Any], deadline: Deadline) -> tuple[Tables, tuple[Mapping, ...]]:
         """Everything that can fail before a byte is touched: plan, mappings, contradicting aliases."""
-        sources = self._sources_of(answer["set"], deadline)
         segments = answer["segments"]
+        key = (answer["set"], tuple((segment_id, stored) for segment_id, _, stored in segments))
+        prepared = self._tables.get(key)
+        if prepared is None:
+            prepared = self._tables[key] = self._build(answer["set"], segments, deadline)
+            while len(self._tables) > TABLES_KEPT:
+                self._tables.popitem(last=False)
+        self._tables.move_to_end(key)
+        prepared[0].check()
+        return prepared
+
+    def _build(
+        self, set_digest: str, segments: Sequence[tuple[str, int, bool]], deadline: Deadline
+    ) -> tuple[Tables, tuple[Mapping, ...]]:
+        sources = self._sources_of(set_digest, deadline)
         wanted = [(segments[rank][0], segments[rank][1]) for rank in sources.ranks]
         mapped = dict(zip(sources.ranks, self._map(wanted, deadline), strict=True))
         summed = tuple(rank for rank in sources.ranks if segments[rank][2]) if self.verify_mode == "checksum" else None
@@ -301,14 +316,7 @@ class WorkerWeightsReader(Endpoint):
                 "until then only the copy is checked, not what is held",
                 self.job,
             )
-        key = (answer["set"], *(segment_id for segment_id, _, _ in segments), str(summed))
-        if key not in self._tables:
-            self._tables[key] = build(self._holding, sources, mapped, summed)
-            while len(self._tables) > TABLES_KEPT:
-                self._tables.popitem(last=False)
-        self._tables.move_to_end(key)
-        self._tables[key].check()
-        return self._tables[key], tuple(mapped.values())
+        return build(self._holding, sources, mapped, summed), tuple(mapped.values())
 
     def _sources_of(self, set_digest: str, deadline: Deadline) -> Sources:
         if set_digest not in self._sources:
@@ -381,5 +389,6 @@ class WorkerWeightsReader(Endpoint):
         self._tell("read.release", lease=lease, dirty=dirty)
 
     def _forget_tables(self, segments: Sequence[str] | None) -> None:
-        for key in [key for key in self._tables if segments is None or set(key) & set(segments)]:
+        gone = None if segments is None else set(segments)
+        for key in [key for key in self._tables if gone is None or gone & {segment for segment, _ in key[1]}]:
             del self._tables[key]

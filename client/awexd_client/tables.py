@@ -73,18 +73,18 @@ class Tables:
                 mismatched={difference.label: f"they differ first at {list(difference.index)} of their part"},
             )
 
-    def run(self, threads: int | None = None) -> None:
-        """Copies, and compares what arrived in the same pass.
+    def run(self, threads: int | None = None, *, sharing: int = 1) -> None:
+        """Copies, and compares what arrived in the same pass. ``threads``, ``sharing``: as of ``CopyTable.run``.
 
         Raises:
             IntegrityError: some of what is in the live tensors now is not what its writer wrote.
         """
         if self.sums:
             self.sums.forget()
-        self.copies.run(threads)
+        self.copies.run(threads, sharing=sharing)
         if self.sums:
             self.sums.check(self.copies.wrong())
-        difference = self.bare.first_difference(threads)
+        difference = self.bare.first_difference(threads) if self.bare.nbytes else None
         if difference:
             raise IntegrityError(
                 f"{difference.label} differs after the copy from what is held, first at {list(difference.index)} of "

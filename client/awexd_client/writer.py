@@ -15,7 +15,7 @@ from awexd_client.mappings import Mapping
 from awexd_client.outgoing import SegmentLayout
 from awexd_client.publication import Publication, Update
 from awexd_client.session import Asked, NoAnswer
-from awexd_transports.copy import CopyTable, default_threads
+from awexd_transports.copy import CopyTable
 from awexd_transports.errors import (
     AwexdError,
     DaemonUnavailable,
@@ -299,7 +299,7 @@ class WeightWriter(Endpoint):
         try:
             started = time.monotonic()
             table = self._table(mapping)
-            table.run(default_threads(self.world_size))
+            table.run(sharing=self.world_size)
             publication.nbytes, publication.copy_seconds = table.nbytes, time.monotonic() - started
             sent.append(publication)
             self._seal(publication, deadline)

@@ -132,13 +132,14 @@ class CopyTable:
         with _plain_tensors():
             self._batches = _batches(rest)
 
-    def run(self, threads: int | None = None) -> None:
+    def run(self, threads: int | None = None, *, sharing: int = 1) -> None:
         """All copies, in place; returns when every byte is there.
 
         Args:
-            threads: this one included; at most MAX_THREADS. None: ``default_threads()``.
+            threads: this one included; at most MAX_THREADS. None: ``default_threads(sharing)``.
+            sharing: processes of this node that copy at the same time.
         """
-        wanted = self._threads(threads)
+        wanted = self._threads(threads, sharing)
         if not self._rows:
             return
         work = self._jobs.start()
@@ -172,9 +173,11 @@ class CopyTable:
         with _plain_tensors():
             return _batches(_joined(self._rows))
 
-    def _threads(self, threads: int | None) -> int:
-        wanted = default_threads() if threads is None else threads
-        return min(wanted, max(1, self.nbytes // WORTHWHILE))
+    def _threads(self, threads: int | None, sharing: int = 1) -> int:
+        useful = max(1, self.nbytes // WORTHWHILE)
+        if threads is None:
+            return min(default_threads(sharing), useful) if useful > 1 else 1
+        return min(threads, useful)
 
 
 def _same_dtype(row: Row) -> bool:
