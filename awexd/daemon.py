@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import gc
 import itertools
 import logging
 import os
@@ -97,6 +98,8 @@ async def _main(settings: Settings, environ: MutableMapping[str, str], received:
             serving = [group.create_task(daemon.accept(listener))]
             if interval is not None:
                 serving.append(group.create_task(keep_watchdog(notifier, interval)))
+            gc.collect()
+            gc.freeze()  # what lives as long as the daemon is not looked through again while a client waits
             notifier.ready(daemon.summary())
             _log.info("serving %s: %s", settings.socket, daemon.summary())
             await stop.wait()

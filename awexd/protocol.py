@@ -161,6 +161,8 @@ def error_reply(request_id: int, error: AwexdError) -> Message:
 
 Check = Callable[[Any], bool]
 
+_DIGEST = re.compile("[0-9a-f]{64}")
+
 
 def _shown(value: object) -> str:
     """A value as a message may show it: nested ones may be too deep to print."""
@@ -205,6 +207,7 @@ def _optional(check: Check) -> Check:
 
 _DIGEST = re.compile("[0-9a-f]{64}")
 _STEP = _whole(0, MAX_STEP)
+_DEADLINE = _whole(0, MAX_DEADLINE_MS)
 _ATTEMPT = _whole(1, MAX_STEP)
 _RANKS = {"rank": _whole(0, MAX_WORLD_SIZE - 1), "world_size": _whole(1, MAX_WORLD_SIZE)}
 _ATTEMPTED = {"epoch": _ATTEMPT, "step": _STEP, "attempt": _ATTEMPT}
@@ -271,13 +274,13 @@ def parse_request(message: Message) -> tuple[int, str, Message, float]:
         InvalidArgument: an unknown operation, or arguments that are not its own; ``details["id"]`` has the id.
     """
     request_id = message.get("id")
-    if not isinstance(request_id, int) or not _whole(0, MAX_STEP)(request_id):
+    if not isinstance(request_id, int) or not _STEP(request_id):
         raise ProtocolError("a request without an id")
     operation, arguments, deadline = message.get("op"), message.get("args", {}), message.get("deadline_ms")
     fields = OPERATIONS.get(operation) if isinstance(operation, str) else None
     if fields is None or not isinstance(arguments, dict):
         raise InvalidArgument(f"unknown operation {_shown(operation)}", {"id": request_id})
-    if not isinstance(deadline, int) or not _whole(0, MAX_DEADLINE_MS)(deadline):
+    if not isinstance(deadline, int) or not _DEADLINE(deadline):
         raise InvalidArgument(f"{operation}: deadline_ms must be 0 to {MAX_DEADLINE_MS}", {"id": request_id})
     if arguments.keys() != fields.keys():
         odd = sorted(str(name)[:64] for name in arguments.keys() ^ fields.keys())

@@ -22,6 +22,13 @@
 #define CHUNK 8192                /* bytes that are summed and copied in turn: they stay in the first cache */
 #define STREAM_RUN 256            /* shorter runs are not worth a streaming store */
 #define PARTS 8                   /* cells.PARTS */
+/* Built once for each generation of x86; which is taken is decided when the library is loaded. */
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+#define CLONED __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define CLONED
+#endif
+#define INLINE static inline __attribute__((always_inline))
 #define EXPORT __attribute__((visibility("default")))
 
 enum { COPY, STORE, COMPARE };
@@ -52,17 +59,14 @@ struct keys {
     uint64_t words, rows, spans, offset; /* address of the weights of the words of a span; digest's and segment's keys */
 };
 
-static inline uint64_t mix(uint64_t key, uint64_t number) {
+INLINE uint64_t mix(uint64_t key, uint64_t number) {
     uint64_t z = number * 0x9E3779B97F4A7C15u + key;
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
     z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
     return (z ^ (z >> 31)) | 1;
 }
 
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
-__attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#endif
-static uint64_t dot(const word *restrict held, const uint64_t *restrict weights, int64_t count) {
+INLINE uint64_t dot(const word *restrict held, const uint64_t *restrict weights, int64_t count) {
     uint64_t sum = 0;
     for (int64_t at = 0; at < count; at++)
         sum += held[at] * weights[at];
@@ -70,7 +74,7 @@ static uint64_t dot(const word *restrict held, const uint64_t *restrict weights,
 }
 
 /* The weighted words of a run of bytes, which begins at byte `column` of its tensor's row; its row's weight is not in it. */
-static uint64_t sum_run(const struct keys *keys, const uint8_t *held, int64_t nbytes, int64_t column) {
+INLINE uint64_t sum_run(const struct keys *keys, const uint8_t *held, int64_t nbytes, int64_t column) {
     uint64_t total = 0;
     while (nbytes > 0) {
         int64_t first = column >> 3, lead = column & 7, span = first / SPAN;
@@ -106,7 +110,7 @@ static uint64_t sum_run(const struct keys *keys, const uint8_t *held, int64_t nb
 }
 
 /* memmove copies runs of 2 KiB to 1 MiB by `rep movsb`, at half the speed where the two sides are not aligned alike. */
-static void copy_run(uint8_t *to, const uint8_t *from, int64_t nbytes, int stream) {
+INLINE void copy_run(uint8_t *to, const uint8_t *from, int64_t nbytes, int stream) {
 #if defined(__SSE2__)
     if (nbytes >= STREAM_RUN) {
         int64_t head = -(int64_t)(uintptr_t)to & 63;
@@ -139,7 +143,7 @@ static void copy_run(uint8_t *to, const uint8_t *from, int64_t nbytes, int strea
 }
 
 /* STORE: what the live tensor holds is summed and streamed into the segment while it is in the first cache. */
-static uint64_t sum_and_copy(const struct keys *keys, uint8_t *to, const uint8_t *from, int64_t nbytes, int64_t column, int stream) {
+INLINE uint64_t sum_and_copy(const struct keys *keys, uint8_t *to, const uint8_t *from, int64_t nbytes, int64_t column, int stream) {
     uint64_t sum = 0;
     for (int64_t at = 0, part; at < nbytes; at += part) {
         part = CHUNK - ((int64_t)(uintptr_t)(to + at) & 63); /* whole cache lines, but at the ends */
@@ -152,7 +156,7 @@ static uint64_t sum_and_copy(const struct keys *keys, uint8_t *to, const uint8_t
 }
 
 /* COMPARE: what has arrived is read back from the destination. */
-static uint64_t copy_and_sum(const struct keys *keys, uint8_t *to, const uint8_t *from, int64_t nbytes, int64_t column) {
+INLINE uint64_t copy_and_sum(const struct keys *keys, uint8_t *to, const uint8_t *from, int64_t nbytes, int64_t column) {
     uint64_t sum = 0;
     for (int64_t at = 0, part; at < nbytes; at += part) {
         part = nbytes - at < CHUNK ? nbytes - at : CHUNK;
@@ -169,7 +173,7 @@ struct tile {
     int64_t begin[DIMS], end[DIMS];  /* what of them is in the box */
 };
 
-static void find_tile(const struct job *job, int64_t number, struct tile *tile) {
+INLINE void find_tile(const struct job *job, int64_t number, struct tile *tile) {
     int last = (int)job->ndim - 1;
     int64_t at[DIMS];
     tile->cells = 1;
@@ -197,7 +201,7 @@ static void find_tile(const struct job *job, int64_t number, struct tile *tile) 
 }
 
 /* The next index of all dimensions but the last between two corners, row-major; 0 after the last one. */
-static int step_row(int64_t *at, const int64_t *low, const int64_t *high, int64_t ndim) {
+INLINE int step_row(int64_t *at, const int64_t *low, const int64_t *high, int64_t ndim) {
     for (int d = (int)ndim - 2; d >= 0; d--) {
         if (++at[d] < high[d])
             return 1;
@@ -206,7 +210,7 @@ static int step_row(int64_t *at, const int64_t *low, const int64_t *high, int64_
     return 0;
 }
 
-static uint64_t row_weight(const struct job *job, const struct keys *keys, const int64_t *at) {
+INLINE uint64_t row_weight(const struct job *job, const struct keys *keys, const int64_t *at) {
     int64_t row = job->row;
     for (int d = 0; d < job->ndim - 1; d++)
         row += at[d] * job->rows[d];
@@ -214,7 +218,7 @@ static uint64_t row_weight(const struct job *job, const struct keys *keys, const
 }
 
 /* What of a tile's cells is not in the box, as it is held. */
-static uint64_t sum_rest(const struct job *job, const struct keys *keys, const struct tile *tile) {
+INLINE uint64_t sum_rest(const struct job *job, const struct keys *keys, const struct tile *tile) {
     int last = (int)job->ndim - 1;
     int64_t at[DIMS], size = job->itemsize;
     uint64_t total = 0;
@@ -236,7 +240,7 @@ static uint64_t sum_rest(const struct job *job, const struct keys *keys, const s
 }
 
 /* Whether it adds up. */
-static int run_tile(struct job *job, const struct keys *keys, int64_t number, int stream) {
+CLONED static int run_tile(struct job *job, const struct keys *keys, int64_t number, int stream) {
     struct tile tile;
     find_tile(job, number, &tile);
     int last = (int)job->ndim - 1;
