@@ -22,6 +22,7 @@ from awexd.bench.handover import KEEP, WARM_ROUNDS, Pair, figure, measure, pair,
 from awexd.bench.link import SideFailed
 from awexd.bench.weights import Weights
 from awexd_transports.errors import AwexdError, InvalidArgument
+from awexd_transports.native import load
 
 GIB, MIB = 1 << 30, 1 << 20
 TENSORS = 400
@@ -54,11 +55,16 @@ def main(arguments: argparse.Namespace) -> int:
         signal.signal(signal.SIGTERM, before)
     command = "awexctl bench" + (" --quick" if arguments.quick else "")
     if arguments.json:
-        found = {"machine": machine(), "figures": [one.as_dict(command) for one in figures]}
+        found = {"machine": machine(), "copies": _copies(), "figures": [one.as_dict(command) for one in figures]}
         print(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode())
     else:
-        print("\n".join([machine(), "", *table(figures), "", *(f"{one.name}: {one.note}" for one in figures)]))
+        told = [f"{machine()}; copies by {_copies()}", "", *table(figures), ""]
+        print("\n".join([*told, *(f"{one.name}: {one.note}" for one in figures)]))
     return 0
+
+
+def _copies() -> str:
+    return "the C library" if load() else "NumPy and torch: there is no C library, which is slower"
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from awexd_transports.cells import grid
-from awexd_transports.digest import ROWS, SPANS, kept_words
+from awexd_transports.digest import ROWS, SPANS, kept_words, mixes
 from awexd_transports.native import load
 from awexd_transports.segment import CHECKSUM_OFFSET
 from awexd_transports.tiles import Loops, loops_of
@@ -100,7 +100,8 @@ class Jobs:
         self.tiles = int(self._jobs["tiles"].sum())
         nbytes = sum(destination.nbytes for destination, _, _ in rows)
         self._words = kept_words()
-        self._keys = np.array([self._words.ctypes.data, ROWS, SPANS, CHECKSUM_OFFSET], np.uint64)
+        first = int(mixes(SPANS, np.zeros(1, np.uint64)).view(np.uint64)[0])
+        self._keys = np.array([self._words.ctypes.data, ROWS, SPANS, CHECKSUM_OFFSET, first], np.uint64)
         self._before = [ctypes.c_int64(number) for number in (self._jobs.ctypes.data, len(self._jobs))]
         self._after = [ctypes.c_int64(number) for number in (self._keys.ctypes.data, int(nbytes >= STREAM))]
 

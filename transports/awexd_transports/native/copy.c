@@ -18,7 +18,8 @@
 #endif
 
 #define DIMS 8
-#define SPAN (1 << 18)            /* digest.SPAN */
+#define SPAN_BITS 18
+#define SPAN (1 << SPAN_BITS)     /* digest.SPAN */
 #define CHUNK 8192                /* bytes that are summed and copied in turn: they stay in the first cache */
 #define STREAM_RUN 256            /* shorter runs are not worth a streaming store */
 #define PARTS 8                   /* cells.PARTS */
@@ -57,6 +58,7 @@ struct run {
 
 struct keys {
     uint64_t words, rows, spans, offset; /* address of the weights of the words of a span; digest's and segment's keys */
+    uint64_t first;                      /* the weight of the first span */
 };
 
 INLINE uint64_t mix(uint64_t key, uint64_t number) {
@@ -77,11 +79,11 @@ INLINE uint64_t dot(const word *restrict held, const uint64_t *restrict weights,
 INLINE uint64_t sum_run(const struct keys *keys, const uint8_t *held, int64_t nbytes, int64_t column) {
     uint64_t total = 0;
     while (nbytes > 0) {
-        int64_t first = column >> 3, lead = column & 7, span = first / SPAN;
+        int64_t first = column >> 3, lead = column & 7, span = first >> SPAN_BITS;
         int64_t part = (span + 1) * SPAN * 8 - column;
         if (part > nbytes)
             part = nbytes;
-        const uint64_t *weights = (const uint64_t *)keys->words + first % SPAN;
+        const uint64_t *weights = (const uint64_t *)keys->words + (first & (SPAN - 1));
         const uint8_t *at = held;
         int64_t left = part;
         uint64_t sum = 0, edge;
@@ -101,7 +103,7 @@ INLINE uint64_t sum_run(const struct keys *keys, const uint8_t *held, int64_t nb
             memcpy(&edge, at, (size_t)(left & 7));
             sum += edge * *weights;
         }
-        total += sum * mix(keys->spans, (uint64_t)span);
+        total += sum * (span ? mix(keys->spans, (uint64_t)span) : keys->first);
         held += part;
         column += part;
         nbytes -= part;
