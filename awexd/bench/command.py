@@ -55,15 +55,15 @@ def main(arguments: argparse.Namespace) -> int:
         signal.signal(signal.SIGTERM, before)
     command = "awexctl bench" + (" --quick" if arguments.quick else "")
     if arguments.json:
-        found = {"machine": machine(), "copies": _copies(), "figures": [one.as_dict(command) for one in figures]}
+        found = {"machine": machine(), "copies": _copied_by(), "figures": [one.as_dict(command) for one in figures]}
         print(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode())
     else:
-        told = [f"{machine()}; copies by {_copies()}", "", *table(figures), ""]
+        told = [f"{machine()}; copies by {_copied_by()}", "", *table(figures), ""]
         print("\n".join([*told, *(f"{one.name}: {one.note}" for one in figures)]))
     return 0
 
 
-def _copies() -> str:
+def _copied_by() -> str:
     return "the C library" if load() else "NumPy and torch: there is no C library, which is slower"
 
 
