@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from awexd.manifests import sealed_memfd
-from awexd.protocol import MAX_FDS, MAX_FRAME_BYTES, encode, hello
+from awexd.protocol import MAX_FDS, MAX_FRAME_BYTES, PROTOCOL_VERSION, encode, hello
 from awexd_transports.errors import AccessDenied, AwexdError, InvalidArgument, ProtocolError
 from tests.attacks.raw import Raw, until, writer
 from tests.daemons import Daemon
@@ -88,7 +88,7 @@ def test_malformed_hello_ends_that_connection(serving: Daemon, kind: str) -> Non
 @pytest.mark.parametrize(
     "body",
     [
-        {"hello": {"protocol": 2, "version": "x"}},
+        {"hello": {"protocol": 1, "version": "x"}},
         {"hello": {"version": "x"}},
         {"hello": []},
         {"hello": None},
@@ -148,7 +148,7 @@ def test_hello_byte_by_byte_is_a_hello(serving: Daemon) -> None:
     with Raw(serving.socket, greet=False) as raw:
         for byte in encode(hello("test", pid=os.getpid())):
             raw.send(bytes([byte]))
-        assert raw.receive()["hello"]["protocol"] == 1
+        assert raw.receive()["hello"]["protocol"] == PROTOCOL_VERSION
         raw.call("status")
 
 

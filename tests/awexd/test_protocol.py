@@ -229,7 +229,7 @@ def test_noise_is_refused_or_waited_for_and_nothing_else(data: bytes, size: int)
 
 @pytest.mark.parametrize(
     "message",
-    [{}, {"hello": None}, {"hello": [1]}, {"hello": {}}, {"hello": {"protocol": 2}}, {"hello": {"protocol": "1"}}],
+    [{}, {"hello": None}, {"hello": [1]}, {"hello": {}}, {"hello": {"protocol": 1}}, {"hello": {"protocol": "2"}}],
 )
 def test_hello_of_another_protocol_is_refused(message: Message) -> None:
     with pytest.raises(ProtocolError):
