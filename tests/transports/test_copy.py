@@ -22,7 +22,7 @@ from awexd_transports.copy import CopyTable, Difference, Row, default_threads, s
 from awexd_transports.dtypes import ITEMSIZE
 from awexd_transports.errors import InvalidArgument
 from awexd_transports.layout import Box
-from awexd_transports.threads import MAX_THREADS
+from awexd_transports.threads import MAX_THREADS, spread
 from awexd_transports.view import View
 from tests.transports.strategies import GUARD, Memory, dense, strided, whole
 
@@ -440,3 +440,24 @@ def test_memory_that_is_no_tensors_can_be_both_sides() -> None:
     to = View.packed(ctypes.addressof(into), (4, 4), "float32", into)
     CopyTable([Row(to.sub((slice(1, 3), slice(0, 4))), of.sub((slice(1, 3), slice(0, 4))))]).run()
     assert into.raw == bytes(16) + bytes(range(16, 48)) + bytes(16)
+
+
+def test_no_thread_is_at_work_once_a_failure_is_raised() -> None:
+    """Memory may be unmapped then: also where the others take long."""
+    started, ended = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        started.set()
+        go.wait(10)
+        ended.set()
+
+    def fail() -> None:
+        assert started.wait(10)
+        threading.Timer(0.2, go.set).start()
+        raise OSError("no such page")
+
+    go = threading.Event()
+    here = threading.get_ident()
+    with pytest.raises(OSError, match="no such page"):
+        spread([None, None], lambda _: fail() if threading.get_ident() == here else slow(), 2)
+    assert ended.is_set()

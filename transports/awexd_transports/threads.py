@@ -7,7 +7,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
@@ -81,6 +81,8 @@ def _quota_v1(group: Path) -> float | None:
 def spread(items: Iterable[T], work: Callable[[T], None], threads: int) -> None:
     """``work`` on every item, by up to so many threads, this one included; raises what a call of it raised.
 
+    However it ends, no other thread is at work any more: the caller may unmap what they worked on.
+
     Raises:
         InvalidArgument: less than one thread.
     """
@@ -92,8 +94,7 @@ def spread(items: Iterable[T], work: Callable[[T], None], threads: int) -> None:
         _drain(queue, work)
     finally:
         queue.clear()
-        for other in others:
-            other.cancel()
+        wait([other for other in others if not other.cancel()])
     for other in others:
         if not other.cancelled():
             other.result()
