@@ -155,3 +155,15 @@ class TestCorruption:
             with WorkerWeightsReader("grpo", "e", 0, 1, daemon.socket, verify=compared) as reader:
                 reader.register(weights(0))
                 assert reader.update().step == 1
+
+    def test_checksums_are_on_unless_turned_off(self, daemon: Daemon) -> None:
+        with (
+            WeightWriter("grpo", 0, 1, daemon.socket) as writer,
+            WorkerWeightsReader("grpo", "e", 0, 1, daemon.socket) as reader,
+        ):
+            writer.register(weights(1))
+            reader.register(weights(0))
+            writer.publish(1)
+            self.flip(daemon, "a", writer)
+            with pytest.raises(IntegrityError, match=r"^a .*held are not those"):
+                reader.update()
