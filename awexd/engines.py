@@ -71,10 +71,10 @@ class Engines:
         return Reply({"ranks": digests, "bodies": index}, [fd])
 
     def _resolve(self, call: Call) -> Reply | Wait:
-        job, _ = self._store.worker_of(call.session)
-        arguments = call.arguments
-        seconds = min(arguments["lease_ms"] / 1000, self._service.settings.lease_ttl)
-        resolved = self._store.resolve(call.session, arguments["step"], seconds, arguments["stage"], time.monotonic())
+        job, worker = self._store.worker_of(call.session)
+        step, stage = call.arguments["step"], call.arguments["stage"]
+        seconds = min(call.arguments["lease_ms"] / 1000, self._service.settings.lease_ttl)
+        resolved = self._store.resolve(call.session, step, seconds, stage, time.monotonic())
         if isinstance(resolved, Wait):
             return resolved
         version, lease = resolved
@@ -83,6 +83,8 @@ class Engines:
             "epoch": version.key[0],
             "step": version.key[1],
             "lease": lease.id,
+            "lease_ms": int(seconds * 1000),
+            "updates": None if stage else worker.round + 1,
             "set": version.set_digest,
             "segments": [[s.id, HEADER_BYTES + s.nbytes, s.checksums] for s in segments],
         }

@@ -28,9 +28,8 @@ import posix_ipc
 
 from awexd.budget import SHM_DIRECTORY, Budget
 from awexd_transports.errors import BudgetExceeded, IntegrityError
-from awexd_transports.segment import HEADER_BYTES
+from awexd_transports.segment import HEADER_BYTES, MAGIC
 
-MAGIC = b"AWEXDSEG"
 FORMAT = 2
 """Raised whenever what a segment holds means something else; segments of another format are unlinked, not adopted."""
 

@@ -2,9 +2,9 @@
 
 Measures from the moment before ``publish`` is called to the moment after the reader's update returned, by
 ``time.monotonic_ns`` (one clock for all processes of a Linux host). ``control-*``: the reader waits in
-``update(step)``, which takes two requests; ``control-wait-*``: in ``wait(step)``, and then calls ``update()``, which
-takes three. The limit is as many round trips of one byte between two processes, at the same quantile. With
-``--write`` the figures go to ``benchmarks/results/control.json``.
+``update(step)``, whose answer ``publish`` brings; ``control-wait-*``: in ``wait(step)``, and then calls ``update()``,
+one request more. The limit is as many round trips of one byte between two processes, at the same quantile. What the
+reader confirms is not waited for. With ``--write`` the figures go to ``benchmarks/results/control.json``.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from awexd.bench.limits import round_trips
 
 TENSORS = 16
 SHAPE = (64, 64)
-WAYS = {"control": ("update", 2), "control-wait": ("wait_update", 3)}
-"""How the reader waits, and its requests: the first is answered by the writer's message."""
+WAYS = {"control": ("update", 1), "control-wait": ("wait_update", 2)}
+"""How the reader waits, and the requests that it waits for: the first is answered by the writer's message."""
 QUANTILES = {"p50": 0.50, "p99": 0.99}
 BARS = {"control-p50": Bar("value", "<=", 0.5), "control-p99": Bar("value", "<=", 2.0)}
 ROOT = Path(__file__).resolve().parents[1]

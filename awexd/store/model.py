@@ -18,7 +18,7 @@ VersionKey = tuple[int, int]
 """(epoch, step)"""
 
 MAX_OPEN_ROUNDS = 64
-"""Rounds that an engine may have open; a worker further behind joins the newest."""
+"""Rounds that an engine may have open, besides those that a worker is in; one further behind joins the newest."""
 REMEMBERED_ATTEMPTS = 256
 """Ended attempts of which a job remembers how they ended, for a client that asks again after a lost reply."""
 REMEMBERED_SLOTS = 4096

@@ -118,17 +118,16 @@ def open_round(engine: Engine, worker: Worker, key: VersionKey) -> list[str]:
     current = engine.rounds.setdefault(worker.round, Round(key))
     current.active.add(worker.rank)
     ended: list[str] = []
-    while len(engine.rounds) > MAX_OPEN_ROUNDS:
-        ended += engine.rounds.pop(min(engine.rounds)).holds
+    for number in sorted(engine.rounds)[: max(0, len(engine.rounds) - MAX_OPEN_ROUNDS)]:
+        if not engine.rounds[number].active:
+            ended += engine.rounds.pop(number).holds
     return ended
 
 
 def confirm(engine: Engine, worker: Worker, key: VersionKey) -> list[str]:
     """This worker runs on that version now; the leases that end with it."""
     worker.state, worker.version, worker.epoch = "ready", key, key[0]
-    current = engine.rounds.get(worker.round)
-    if current is None:
-        return []
+    current = engine.rounds[worker.round]
     current.confirmed.add(worker.rank)
     current.active.discard(worker.rank)
     worker.round += 1

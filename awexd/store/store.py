@@ -283,34 +283,32 @@ class Store(Sessions):
         """The update under that lease is done.
 
         Raises:
-            VersionUnavailable: the lease has run out, or its version was withdrawn meanwhile.
+            VersionUnavailable: the lease has run out, or its version was withdrawn meanwhile. A worker that found both
+                good after it had asked does not wait for this: so it counts as done until ``release`` says ``dirty``.
         """
         job, worker = self.worker_of(session)
         lease = self.leases.get(lease_id)
-        current = job.engines[worker.engine].rounds.get(worker.round)
-        fixed = lease is None or current is None or current.key == lease.key
-        if lease is None or lease.session != session.id or lease.stage or not fixed:
+        if lease is None or lease.session != session.id or lease.stage:
             self._dirty(job, worker)
             raise VersionUnavailable(f"{job.name}: the lease of this update has run out; update again")
         version = job.versions[lease.key]
-        if lease.expires <= now or version.withdrawn:
-            self._end_leases([lease_id])
-            self._dirty(job, worker)
-            raise VersionUnavailable(f"{job.name}: {version} was withdrawn during this update; {job.describe_held()}")
         ended = reading.confirm(job.engines[worker.engine], worker, lease.key)
         self._end_leases([lease_id, *ended])
+        if version.withdrawn:
+            raise VersionUnavailable(f"{job.name}: {version} was withdrawn during this update; {job.describe_held()}")
+        if lease.expires <= now:
+            raise VersionUnavailable(f"{job.name}: the lease of this update has run out; update again")
         return lease.key
 
     def release(self, session: Session, lease_id: str, dirty: bool) -> None:
         """The update under that lease was given up; ``dirty``: after it had touched the destination."""
         job, worker = self.worker_of(session)
         lease = self.leases.get(lease_id)
-        if lease is None or (lease.session == session.id and not lease.stage):
-            self._end_leases(reading.give_up(job.engines[worker.engine], worker))
+        if lease is not None and lease.session == session.id:
+            given_up = [] if lease.stage else reading.give_up(job.engines[worker.engine], worker)
+            self._end_leases([lease_id, *given_up])
         if dirty:
             self._dirty(job, worker)
-        if lease is not None and lease.session == session.id:
-            self._end_leases([lease_id])
         self._settle(job)
 
     def newest_since(self, session: Session, step: int) -> Wait | VersionKey:

@@ -12,6 +12,7 @@ import numpy as np
 
 from awexd.protocol import MAX_FDS
 from awexd_transports.errors import IntegrityError
+from awexd_transports.segment import MAGIC
 from awexd_transports.threads import default_threads, spread
 
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
@@ -46,6 +47,11 @@ class Mapping:
 
     def write(self, at: int, data: bytes) -> None:
         self._map[at : at + len(data)] = data
+
+    @property
+    def sealed(self) -> bool:
+        """Its header still says that these are a version's bytes."""
+        return self._map[: len(MAGIC)] == MAGIC
 
     @property
     def closed(self) -> bool:

@@ -15,6 +15,7 @@ from awexd_client.adapters.base import Adapter
 from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline, Endpoint, check_whole
 from awexd_client.holding import Holding
 from awexd_client.mappings import Mapping
+from awexd_client.session import Asked
 from awexd_client.tables import Sources, Tables, build
 from awexd_client.updates import Staged, State, UpdateResult
 from awexd_transports.errors import (
@@ -90,6 +91,7 @@ class WorkerWeightsReader(Endpoint):
         self._checked: set[str] = set()
         self._warned = False
         self._tables: OrderedDict[_Held, tuple[Tables, tuple[Mapping, ...]]] = OrderedDict()
+        self._confirmed: Asked | None = None
         self._prefetching: threading.Thread | None = None
 
     @property
@@ -208,6 +210,7 @@ class WorkerWeightsReader(Endpoint):
         self._forget_tables(None)
         self._sources.clear()
         self._checked.clear()
+        self._confirmed = None
         self._fetch_sources(holding, None, deadline)
         manifest = holding.manifest
         answer = self._ask_with_body(
@@ -248,6 +251,7 @@ class WorkerWeightsReader(Endpoint):
         if step is not None:
             check_whole("step", step, 0, MAX_STEP)
         started = time.monotonic()
+        self._settle_confirmed()
         self._refresh()
         answer = self._resolve(step, deadline, stage=False)
         try:
@@ -255,7 +259,17 @@ class WorkerWeightsReader(Endpoint):
         except BaseException:
             self._release(answer["lease"])
             raise
-        return Staged(answer["epoch"], answer["step"], answer["lease"], tables, mappings, started, time.monotonic())
+        return Staged(
+            epoch=answer["epoch"],
+            step=answer["step"],
+            lease=answer["lease"],
+            until=started + answer["lease_ms"] / 1000,  # granted after that
+            updates=answer["updates"],
+            tables=tables,
+            mappings=mappings,
+            started=started,
+            ready=time.monotonic(),
+        )
 
     def _apply(self, staged: Staged, deadline: Deadline) -> UpdateResult:
         self._check_usable()
@@ -270,12 +284,12 @@ class WorkerWeightsReader(Endpoint):
         began = time.monotonic()
         try:
             staged.tables.run(sharing=self.world_size)
-            self._updates = self._ask("read.confirm", deadline.left(), lease=staged.lease)["updates"]
+            self._confirm(staged, deadline)
         except BaseException as error:
             if not isinstance(error, DaemonUnavailable):
                 self._release(staged.lease, dirty=True)
             raise
-        self._state, self._version = "ready", (staged.epoch, staged.step)
+        self._state, self._version, self._updates = "ready", (staged.epoch, staged.step), staged.updates
         return UpdateResult(
             epoch=staged.epoch,
             step=staged.step,
@@ -284,6 +298,25 @@ class WorkerWeightsReader(Endpoint):
             pause_seconds=time.monotonic() - began,
             transport="shm",
         )
+
+    def _confirm(self, staged: Staged, deadline: Deadline) -> None:
+        """Tells the daemon that the bytes are in; waits for its answer only where that could be a refusal.
+
+        What is found good once the daemon was told was good when it was told, and the daemon takes it so: it looks for
+        what was sent before it ends a lease.
+        """
+        asked = self._connection.ask("read.confirm", {"lease": staged.lease}, timeout=deadline.left())
+        if staged.good:
+            self._confirmed = asked
+        else:
+            self._connection.answer(asked)
+
+    def _settle_confirmed(self) -> None:
+        """Takes the answer that was not waited for: it may name segments to unmap."""
+        asked, self._confirmed = self._confirmed, None
+        if asked is not None:
+            self._connection.take(asked)
+            self._unmap_dropped("read.confirm")
 
     def _resolve(self, step: int | None, deadline: Deadline, *, stage: bool) -> dict[str, Any]:
         lease_ms = int(max(deadline.seconds, 1.0) * 1000)

@@ -62,10 +62,16 @@ class NoAnswer(DeadlineExceeded):
 
 @dataclass(slots=True)
 class Asked:
-    """A request that was sent; ``reply`` comes with the messages that any thread receives."""
+    """A request that was sent; ``reply`` comes with the messages that any thread receives.
+
+    Attributes:
+        timeout, deadline: seconds given to the daemon, and the moment up to which its answer is awaited.
+    """
 
     id: int
     operation: str
+    timeout: float
+    deadline: float
     reply: Message | None = None
     fds: list[int] = field(default_factory=list)
 
@@ -123,41 +129,51 @@ class Connection:
             DaemonUnavailable: the connection broke.
             DeadlineExceeded: the daemon did not answer in time.
         """
-        deadline = time.monotonic() + timeout + grace
-        asked = Asked(next(self._ids), operation)
+        return self.answer(self.ask(operation, arguments, timeout=timeout, grace=grace, fds=fds))
+
+    def ask(
+        self,
+        operation: str,
+        arguments: Message,
+        *,
+        timeout: float,
+        grace: float = ANSWER_GRACE_SECONDS,
+        fds: Sequence[int] = (),
+    ) -> Asked:
+        """Sends a request; its answer is for ``answer``, or for ``take``.
+
+        Raises:
+            DaemonUnavailable: the connection broke; whether the daemon has it is not known.
+        """
+        asked = Asked(next(self._ids), operation, timeout, time.monotonic() + timeout + grace)
+        milliseconds = max(0, min(int(timeout * 1000), MAX_DEADLINE_MS))
+        message: Message = {"id": asked.id, "op": operation, "args": arguments, "deadline_ms": milliseconds}
+        if fds:
+            message["fds"] = len(fds)
+        self._pending[asked.id] = asked
         try:
-            self._ask(asked, arguments, timeout, fds, deadline)
-            self._await(asked, deadline, timeout)
+            self._send(encode(message), fds, asked.deadline)
+        except BaseException:
+            self._pending.pop(asked.id, None)
+            raise
+        return asked
+
+    def answer(self, asked: Asked) -> tuple[Message, list[int]]:
+        """Waits for the answer to what was asked; raises as ``call`` does."""
+        try:
+            self._await(asked)
         finally:
             self._pending.pop(asked.id, None)
         if asked.reply is None:
             raise self._over or DaemonUnavailable("the connection is closed")
         return _result(asked.reply), asked.fds
 
-    def ask(self, operation: str, arguments: Message, *, timeout: float) -> Asked | None:
-        """Sends a request whose answer ``take`` takes later; None where it cannot be sent."""
-        asked = Asked(next(self._ids), operation)
-        try:
-            self._ask(asked, arguments, timeout, (), time.monotonic() + ANSWER_GRACE_SECONDS)
-        except AwexdError:
-            self._pending.pop(asked.id, None)
-            return None
-        return asked
-
     def take(self, asked: Asked) -> Message | None:
-        """The answer to what was asked before; None where it was refused, or has not come yet and is given up."""
+        """The answer to what was asked, if it is there; None where it was refused, or has not come and is given up."""
+        asked.deadline = 0.0
         with contextlib.suppress(AwexdError):
-            self._await(asked, 0.0, 0.0)
-        self._pending.pop(asked.id, None)
-        return asked.reply.get("ok") if asked.reply else None
-
-    def _ask(self, asked: Asked, arguments: Message, timeout: float, fds: Sequence[int], deadline: float) -> None:
-        milliseconds = max(0, min(int(timeout * 1000), MAX_DEADLINE_MS))
-        message: Message = {"id": asked.id, "op": asked.operation, "args": arguments, "deadline_ms": milliseconds}
-        if fds:
-            message["fds"] = len(fds)
-        self._pending[asked.id] = asked
-        self._send(encode(message), fds, deadline)
+            return self.answer(asked)[0]
+        return None
 
     def take_dropped(self) -> list[str]:
         """Ids of replaced segments that the daemon has named since this was last asked."""
@@ -211,9 +227,9 @@ class Connection:
                 except OSError as error:
                     self._end(DaemonUnavailable(f"the daemon at {self.path} went away: {error.strerror}"))
 
-    def _await(self, asked: Asked, deadline: float, timeout: float) -> None:
+    def _await(self, asked: Asked) -> None:
         """Waits for the answer. One of the waiting threads reads for all of them."""
-        late = False
+        late, deadline = False, asked.deadline
         while True:
             with self._turn:
                 while asked.reply is None and self._reading and not self._over:
@@ -222,7 +238,9 @@ class Connection:
                 if asked.reply is not None or self._over:
                     return
                 if (late or self._reading) and time.monotonic() >= deadline:
-                    raise NoAnswer(f"{asked.operation}: the daemon at {self.path} gave no answer within {timeout:g} s")
+                    raise NoAnswer(
+                        f"{asked.operation}: the daemon at {self.path} gave no answer within {asked.timeout:g} s"
+                    )
                 if self._reading:
                     continue
                 self._reading = True

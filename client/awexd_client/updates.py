@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +20,7 @@ class UpdateResult:
         epoch, step: the version that the live tensors now hold.
         bytes: written into them.
         stage_seconds: spent before the first of them was touched (the wait for the version included).
-        pause_seconds: from then until the version was confirmed; the engine must not generate meanwhile.
+        pause_seconds: from then until the version was known to be good; the engine must not generate meanwhile.
         transport: how the bytes came.
         workers: one result a worker, where a WeightReader made this one.
     """
@@ -35,12 +36,28 @@ class UpdateResult:
 
 @dataclass(slots=True)
 class Staged:
-    """A version leased and checked, nothing touched yet."""
+    """A version leased and checked, nothing touched yet.
+
+    Attributes:
+        lease: its id. ``until``: it lasts at least so long (``time.monotonic()``).
+        updates: this worker's count of updates, once this one is done.
+    """
 
     epoch: int
     step: int
     lease: str
+    until: float
+    updates: int
     tables: Tables
     mappings: tuple[Mapping, ...]
     started: float
     ready: float
+
+    @property
+    def good(self) -> bool:
+        """The lease has not run out and the version was not withdrawn, for all that can be told without asking.
+
+        A rollback wipes the headers before it is answered; the memory is not reused while the lease lasts.
+        """
+        named = bool(self.mappings) and all(mapping.sealed for mapping in self.mappings)
+        return named and time.monotonic() < self.until

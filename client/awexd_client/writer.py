@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -315,7 +316,8 @@ class WeightWriter(Endpoint):
                 self._abort(publication, failed(error))
             raise
         if self._next is None:
-            self._next = self._connection.ask("write.slot", {}, timeout=MAX_DEADLINE_MS / 1000)
+            with contextlib.suppress(DaemonUnavailable):  # the next step's business
+                self._next = self._connection.ask("write.slot", {}, timeout=MAX_DEADLINE_MS / 1000)
         return publication
 
     def _table(self, mapping: Mapping) -> CopyTable:

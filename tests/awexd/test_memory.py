@@ -11,8 +11,8 @@ import orjson
 import pytest
 
 from awexd.budget import Budget
-from awexd.memory import FORMAT, MAGIC, Memory
-from awexd_transports.segment import HEADER_BYTES
+from awexd.memory import FORMAT, Memory
+from awexd_transports.segment import HEADER_BYTES, MAGIC
 
 NBYTES = 10_000
 SIZE = HEADER_BYTES + NBYTES

@@ -228,7 +228,14 @@ class StoreMachine(StoreModel):
         worker = engine.session.worker[1] if engine.session.worker else None
         number = worker.round if worker else 0
         expired = lease.expires <= self.world.now
+        version = self.world.job.versions.get(lease.key)
         key = self._try(lambda: engine.confirm(lease))
+        if key is None and worker and version and version.withdrawn and not expired:
+            # It may not have waited for that answer, and runs on the version; or it says that it does not.
+            assert (worker.state, worker.version, worker.round) == ("ready", lease.key, number + 1)
+            if number % 2:
+                self._try(lambda: engine.release(lease, dirty=True))
+                assert (worker.state, worker.version) == ("dirty", None)
         if key is None:
             return
         assert not expired, "an update whose lease had run out was a success"
@@ -241,6 +248,15 @@ class StoreMachine(StoreModel):
     def engine_overstays_its_lease(self, data: st.DataObject, stage: bool) -> None:
         self._resolve(data.draw(st.sampled_from(self.engines)), None, stage=stage)
         self.time_passes(LEASE_SECONDS)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.engines and self.newest)
+    def engine_is_updating_when_its_version_is_withdrawn(self, data: st.DataObject) -> None:
+        engine = data.draw(st.sampled_from(self.engines))
+        self._resolve(engine, None, stage=False)
+        self.withdraw(data, drop=True)
+        if engine.session.id in self.leases:
+            self._confirm(engine)
 
     # what befalls them
 

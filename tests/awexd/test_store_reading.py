@@ -289,6 +289,69 @@ def test_round_that_is_left_behind_by_many_others_leaves_no_lease() -> None:
     assert world.store.leases == {}
 
 
+def test_round_with_a_worker_in_its_middle_stays_open_whatever_others_leave_behind() -> None:
+    # Else a third worker could open the same round for another version.
+    world = published(1)
+    first, second, _ = engines(world, 3)
+    lease = second.resolve()
+    for _ in range(MAX_OPEN_ROUNDS + 10):
+        first.update()
+    assert 0 in world.job.engines["e"].rounds
+    assert len(world.job.engines["e"].rounds) == MAX_OPEN_ROUNDS + 1
+    assert second.confirm(lease) == (1, 1)
+    assert second.session.worker
+    assert second.session.worker[1].round == 1
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_update_of_a_version_withdrawn_before_the_daemon_heard_of_it_counts_until_its_worker_says_otherwise(
+    waits: bool,
+) -> None:
+    # A worker that looked before the rollback does not wait for this answer: it runs on that version.
+    world = published(1, 2)
+    first, second = engines(world, 2)
+    lease = first.resolve()
+    world.store.rollback(world.job, 1)
+    world.drain()
+    with pytest.raises(VersionUnavailable, match="withdrawn during this update"):
+        first.confirm(lease)
+    assert first.session.worker
+    worker = first.session.worker[1]
+    assert (worker.state, worker.version, worker.round) == ("ready", (1, 2), 1)
+    if waits:
+        first.release(lease, dirty=True)
+        assert (worker.state, worker.version) == ("dirty", None)
+    assert first.update() == (1, 1)
+    with contextlib.suppress(VersionUnavailable):  # told that its first round's version is gone
+        second.update()
+    assert second.update() == (1, 1)
+    check(world)
+
+
+def test_update_that_is_told_late_of_a_lease_not_ended_yet_counts_until_its_worker_says_otherwise() -> None:
+    world = published(1)
+    (engine,) = engines(world, 1)
+    lease = engine.resolve(seconds=10)
+    world.now += 11  # the daemon was held up: it has not looked for leases since
+    with pytest.raises(VersionUnavailable, match="run out"):
+        engine.confirm(lease)
+    assert engine.session.worker
+    worker = engine.session.worker[1]
+    assert (worker.state, worker.version, worker.round) == ("ready", (1, 1), 1)
+    engine.release(lease, dirty=True)
+    assert (worker.state, worker.version) == ("dirty", None)
+    assert engine.update() == (1, 1)
+    check(world)
+
+
+def test_release_of_no_lease_gives_up_no_update() -> None:
+    world = published(1)
+    (engine,) = engines(world, 1)
+    lease = engine.resolve()
+    world.store.release(engine.session, "l999", False)
+    assert engine.confirm(lease) == (1, 1)
+
+
 def test_prefetch_lease_cannot_be_confirmed_into_another_version_than_the_rounds() -> None:
     world = World()
     (trainer,) = trainers(world, 1)

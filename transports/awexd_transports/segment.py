@@ -10,6 +10,8 @@ from awexd_transports.layout import Manifest
 
 HEADER_BYTES = 4096
 """One page, written by the daemon alone."""
+MAGIC = b"AWEXDSEG"
+"""How the header begins while the bytes are a version's, or sealed for one; zeros once it goes or is withdrawn."""
 CHECKSUM_BYTES = 8
 """One little-endian ``u64`` a cell (see ``cells``), after the last piece, in order of pieces."""
 CHECKSUM_OFFSET = 0x6A09_E667_F3BC_C909
