@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from awexd_client.adapters.base import Adapter
-from awexd_client.adapters.registry import shards_of, watch
+from awexd_client.adapters.registry import look_up, watch
 from awexd_client.adapters.watch import Watch
 from awexd_transports.copy import View, overlapping
 from awexd_transports.dtypes import dtype_name
@@ -30,6 +30,8 @@ class Holding:
     manifest: Manifest
     views: tuple[View, ...]
     watch: Watch
+    check: Callable[[object], None] | None = None
+    """The adapter's ``check_current(target)``, if it has one: raises where live memory is not the newest weights."""
 
     @classmethod
     def of(cls, target: object, adapter: str | Adapter | None = None, casts: Casts = None) -> Holding:
@@ -40,13 +42,14 @@ class Holding:
             ManifestMismatch: two shards that contradict each other.
         """
         target = _reusable(target)
-        shards = shards_of(target, adapter)
+        shards, chosen = look_up(target, adapter)
         if not shards:
             raise InvalidArgument("nothing to register: the target has no tensors")
         wire = _wire_dtypes(shards, casts)
         views = tuple(view_of(shard) for shard in shards)
         entries = _entries(shards, views, wire)
-        return cls(target, adapter, Manifest.of(entries), views, watch(target))
+        check = getattr(chosen, "check_current", None)
+        return cls(target, adapter, Manifest.of(entries), views, watch(target), check)
 
     @cached_property
     def index(self) -> dict[tuple[str, Box], int]:

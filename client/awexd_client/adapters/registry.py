@@ -1,4 +1,4 @@
-"""Choosing the adapter of a target: our own two, and those of the entry-point group ``awexd.adapters``."""
+"""Choosing the adapter of a target: our own, and those of the entry-point group ``awexd.adapters``."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 from awexd_client.adapters.base import Adapter
 from awexd_client.adapters.fsdp import FSDPAdapter
 from awexd_client.adapters.hf import HFAdapter
+from awexd_client.adapters.megatron import MegatronAdapter
 from awexd_client.adapters.watch import Watch
 from awexd_transports.errors import InvalidArgument
 from awexd_transports.layout import Shard
 
 GROUP = "awexd.adapters"
-BUILT_IN: dict[str, type[Adapter]] = {"fsdp": FSDPAdapter, "hf": HFAdapter}
-"""In the order in which they are asked; FSDPAdapter takes only what has DTensors, HFAdapter any module or mapping."""
+BUILT_IN: dict[str, type[Adapter]] = {"megatron": MegatronAdapter, "fsdp": FSDPAdapter, "hf": HFAdapter}
+"""In the order in which they are asked; MegatronAdapter takes only Megatron-Core's models, FSDPAdapter only what has
+DTensors, HFAdapter any module or mapping."""
 
 
 def shards_of(target: object, adapter: str | Adapter | None = None) -> list[Shard]:
@@ -30,14 +32,19 @@ def shards_of(target: object, adapter: str | Adapter | None = None) -> list[Shar
         InvalidArgument: nothing understands the target, no adapter of that name (says which there are), two adapters of
             one name, or a tensor that cannot be handed out (by name).
     """
+    return look_up(target, adapter)[0]
+
+
+def look_up(target: object, adapter: str | Adapter | None = None) -> tuple[list[Shard], Adapter | None]:
+    """As :func:`shards_of`, with the adapter that understood the target; None where it was Shards already."""
     if adapter is None:
         given = _given_shards(target)
         if given is not None:
-            return given
+            return given, None
         chosen = _choose(target)
     else:
         chosen = find(adapter) if isinstance(adapter, str) else _checked(adapter, "the adapter given")
-    return list(chosen.shards(target))
+    return list(chosen.shards(target)), chosen
 
 
 def watch(target: object) -> Watch:
