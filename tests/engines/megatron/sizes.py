@@ -106,3 +106,5 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
     },
 }
+
+TOKENS = (3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26)

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import shim  # noqa: F401  (first)
 import torch
 from megatron.core import parallel_state as state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -16,7 +15,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import FusedMLASelfAttention, MLASelfAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from sizes import CONFIGS, PADDED_VOCABULARY
+
+from tests.engines.megatron.sizes import CONFIGS, PADDED_VOCABULARY
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,10 @@ def set_up(layout: Layout) -> None:
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp or layout.tp,
     )
+
+
+def tensor_parallel_group() -> Any:
+    return state.get_tensor_model_parallel_group()
 
 
 def build(name: str, layout: Layout, *, fused: bool = False, **changes: Any) -> list[Any]:
@@ -87,8 +91,8 @@ def _adapt(attention: Any, values: dict[str, Any], fused: bool) -> None:
         parts.linear_q_down_proj = parts.linear_kv_down_proj = None
 
 
-class _WithoutQueryLatent(MLASelfAttention):
-    """As of DeepSeek-V2-Lite. With ``qk_layernorm`` Megatron-Core wants Transformer Engine's norm in ``linear_q_proj``."""
+class _WithoutQueryLatent(MLASelfAttention):  # type: ignore[misc]  # Any, where Megatron-Core is not installed
+    """DeepSeek-V2-Lite's. With ``qk_layernorm`` Megatron-Core wants Transformer Engine's norm in ``linear_q_proj``."""
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         return {

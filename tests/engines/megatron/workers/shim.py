@@ -30,7 +30,9 @@ cuda.Stream = cuda.Event = _Nothing
 cuda.current_stream = lambda *arguments: _Nothing()
 cuda.synchronize = lambda *arguments: None
 cuda.stream = lambda stream=None: contextlib.nullcontext()
-torch.Tensor.record_stream = lambda *arguments: None  # type: ignore[method-assign]
+tensor: Any = torch.Tensor
+tensor.record_stream = lambda *arguments: None
+tensor.cuda = lambda self, *arguments: self
 
 from megatron.core.tensor_parallel import random as _random  # noqa: E402
 from megatron.core.transformer import dot_product_attention as _attention  # noqa: E402
