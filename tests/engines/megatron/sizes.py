@@ -94,7 +94,34 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     },
-    # Only its gated attention: Megatron-Core's local norms are not stored zero-centred, and have no linear attention.
+    "glm4": {
+        **_SHORT,
+        "model_type": "glm4",
+        "attention_bias": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
+    "gemma2": {
+        **_SHORT,
+        "model_type": "gemma2",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "tie_word_embeddings": True,
+    },
+    "gemma3_text": {
+        **_SHORT,
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 16,
+        "layer_types": ["full_attention"] * 2,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        "tie_word_embeddings": True,
+    },
+    # Its gated attention only: Megatron-Core's linear attention needs a GPU.
     "qwen3_next": {
         **_SHORT,
         **_EXPERTS,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from awexd_client.adapters.megatron import attention, mlp
-from awexd_client.adapters.megatron.families import Checkpoint, Names, check_sizes, checkpoint_of
+from awexd_client.adapters.megatron.families import Checkpoint, Names, check_model, checkpoint_of
 from awexd_client.adapters.megatron.parallel import Places, check_gathered, chunks_of, is_megatron, places_of
 from awexd_client.adapters.megatron.part import Part, Rule, check_cut, check_plain, named, rows
 from awexd_client.adapters.rules import shards_along, share_of, split, vocabulary
@@ -52,25 +52,12 @@ class MegatronAdapter:
 
     def shards(self, target: object) -> Iterator[Shard]:
         for chunk in chunks_of(target):
-            self._check(chunk)
+            check_model(self._checkpoint, chunk)
             yield from _Chunk(chunk, self._checkpoint, self._mtp).shards()
 
     def check_current(self, target: object) -> None:
         """Before each publication: see ``parallel.check_gathered``."""
         check_gathered(target)
-
-    def _check(self, chunk: Any) -> None:
-        config, names = chunk.config, self._checkpoint.names
-        check_sizes(self._checkpoint, config)
-        centred = bool(getattr(config, "layernorm_zero_centered_gamma", False))
-        if centred != names.zero_centred:
-            raise InvalidArgument(
-                f"layernorm_zero_centered_gamma is {centred}: norms are stored in another way than in checkpoints of"
-                f" {self._checkpoint.family or 'most families'}"
-            )
-        tied = self._checkpoint.values.get("tie_word_embeddings")
-        if tied and not chunk.share_embeddings_and_output_weights:
-            raise InvalidArgument("the configuration ties lm_head to the embedding, the model does not")
 
 
 class _Chunk:

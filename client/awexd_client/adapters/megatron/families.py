@@ -29,6 +29,8 @@ class Names:
         fused_gate_up: whether dense MLPs have ``gate_up_proj``, gate first, in the checkpoint already.
         zero_centred: whether norms are stored as what is added to one.
         latent: whether attention is multi-head latent attention (MLA).
+        rotates_pairs: whether rotary embedding turns neighbouring elements of a head (``rotary_interleaved``), not its
+            halves; rows of queries and keys are in another order then.
         sinks: whether attention has ``sinks``, a logit a head.
         mtp: whether layers of multi-token prediction follow the others under the same prefix.
         refused: why experts of this family cannot be handed out.
@@ -43,6 +45,7 @@ class Names:
     fused_gate_up: bool = False
     zero_centred: bool = False
     latent: bool = False
+    rotates_pairs: bool = False
     sinks: bool = False
     mtp: bool = False
     refused: str | None = None
@@ -64,7 +67,12 @@ FAMILIES: dict[str, Names] = {
     "mixtral": Names(SPLIT["mixtral"]),
     "deepseek_v2": Names(SPLIT["deepseek_v2"], shared="shared_experts", latent=True),
     **dict.fromkeys(("deepseek_v3", "kimi_k2"), _DEEPSEEK_V3),
-    "glm4": Names(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm", fused_gate_up=True),
+    "glm4": Names(
+        after_attention="post_self_attn_layernorm",
+        after_mlp="post_mlp_layernorm",
+        fused_gate_up=True,
+        rotates_pairs=True,
+    ),
     "glm4_moe": Names(SPLIT["glm4_moe"], shared="shared_experts", expert_bias=True, mtp=True),
     **dict.fromkeys(("gemma2", "gemma3_text"), _GEMMA),
     "gpt_oss": Names(
@@ -158,12 +166,38 @@ _NOT_LATENT = frozenset({"num_query_groups", "kv_channels"})
 """With MLA, Megatron-Core sets these to anything and uses neither."""
 
 
-def check_sizes(checkpoint: Checkpoint, config: Any) -> None:
-    """Compares a ``TransformerConfig`` with the checkpoint's configuration, field by field.
+def check_model(checkpoint: Checkpoint, model: Any) -> None:
+    """Compares a GPTModel with the checkpoint's configuration.
 
     Raises:
-        InvalidArgument: they are of different models; names both fields.
+        InvalidArgument: they are of different models, or values in memory are not those that the checkpoint has.
     """
+    config, names = model.config, checkpoint.names
+    latent = bool(getattr(config, "multi_latent_attention", False))
+    if checkpoint.family is None and names is _PLAIN and (latent or getattr(config, "num_moe_experts", None)):
+        raise InvalidArgument(
+            "without the model's configuration only dense models are taken, whose names are the same in every family:"
+            " pass MegatronAdapter(config)"
+        )
+    _check_sizes(checkpoint, config)
+    stored = {
+        "layernorm_zero_centered_gamma": ("norms", names.zero_centred),
+        "rotary_interleaved": ("queries and keys", names.rotates_pairs),
+    }
+    for key, (what, expected) in stored.items():
+        value = bool(getattr(config, key, False))
+        if value != expected:
+            raise InvalidArgument(
+                f"{key} is {value}: {what} are stored in another way than in checkpoints of"
+                f" {checkpoint.family or 'most families'}"
+            )
+    if latent and checkpoint.values.get("rope_interleave") is False:
+        raise InvalidArgument("rope_interleave is False: Megatron-Core's MLA rotates neighbouring elements")
+    if checkpoint.values.get("tie_word_embeddings") and not model.share_embeddings_and_output_weights:
+        raise InvalidArgument("the configuration ties lm_head to the embedding, the model does not")
+
+
+def _check_sizes(checkpoint: Checkpoint, config: Any) -> None:
     latent = bool(getattr(config, "multi_latent_attention", False))
     for ours, theirs in _SAME.items():
         if latent and ours in _NOT_LATENT:

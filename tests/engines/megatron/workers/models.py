@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,11 +13,11 @@ from megatron.core import parallel_state as state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.multi_latent_attention import FusedMLASelfAttention, MLASelfAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from torch.nn.functional import gelu, silu
 
 from tests.engines.megatron.sizes import CONFIGS, PADDED_VOCABULARY
+from tests.engines.megatron.workers.specs import GEMMA, ZERO_CENTRED, adapt
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,9 @@ def build(name: str, layout: Layout, *, fused: bool = False, **changes: Any) -> 
 
 def _chunk(values: dict[str, Any], config: Any, stage: int | None, fused: bool) -> Any:
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage)
-    for layer in spec.layer_specs:
-        _adapt(layer.submodules.self_attention, values, fused)
+    adapt(spec, values, fused)
     rope = values["rope_parameters"]
+    rope = rope.get("full_attention", rope)
     mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if config.mtp_num_layers else None
     model = GPTModel(
         config=config,
@@ -77,30 +78,9 @@ def _chunk(values: dict[str, Any], config: Any, stage: int | None, fused: bool) 
         mtp_block_spec=mtp,
         vp_stage=stage,
     )
+    if values["model_type"] in GEMMA and model.pre_process:
+        model.embedding.word_embeddings.register_forward_hook(lambda module, given, out: out * config.hidden_size**0.5)
     return model.eval()
-
-
-def _adapt(attention: Any, values: dict[str, Any], fused: bool) -> None:
-    """Two kinds of MLA that no local specification of Megatron-Core makes."""
-    parts = attention.submodules
-    if "kv_lora_rank" in values and values["q_lora_rank"] is None:
-        attention.module = _WithoutQueryLatent
-    if fused:
-        attention.module = FusedMLASelfAttention
-        parts.linear_qkv_down_proj = parts.linear_q_down_proj
-        parts.linear_q_down_proj = parts.linear_kv_down_proj = None
-
-
-class _WithoutQueryLatent(MLASelfAttention):  # type: ignore[misc]  # Any, where Megatron-Core is not installed
-    """DeepSeek-V2-Lite's. With ``qk_layernorm`` Megatron-Core wants Transformer Engine's norm in ``linear_q_proj``."""
-
-    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        return {
-            "linear_q_proj": submodules.linear_q_proj,
-            "linear_kv_up_proj": submodules.linear_kv_up_proj,
-            "q_layernorm": IdentityOp,
-            "kv_layernorm": submodules.kv_layernorm,
-        }
 
 
 def transformer_config(values: dict[str, Any], layout: Layout, **changes: Any) -> Any:
@@ -112,12 +92,14 @@ def transformer_config(values: dict[str, Any], layout: Layout, **changes: Any) -
         "num_attention_heads": values["num_attention_heads"],
         "ffn_hidden_size": values["intermediate_size"],
         "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
+        "activation_func": partial(gelu, approximate="tanh") if family in GEMMA else silu,
         "add_bias_linear": False,
         "add_qkv_bias": family in ("qwen2", "qwen2_moe") or values.get("attention_bias", False),
-        "qk_layernorm": family not in ("llama", "qwen2", "mixtral", "qwen2_moe"),
+        "qk_layernorm": family not in ("llama", "qwen2", "mixtral", "qwen2_moe", "glm4", "gemma2"),
         "attention_output_gate": family == "qwen3_next",
         "normalization": "RMSNorm",
+        "layernorm_zero_centered_gamma": family in ZERO_CENTRED,
+        "rotary_interleaved": family == "glm4",
         "layernorm_epsilon": values["rms_norm_eps"],
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,

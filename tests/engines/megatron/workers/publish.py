@@ -68,7 +68,10 @@ CASES: dict[int, list[Case]] = {
         case("llama_tied", label="half", change=half_precision),
     ],
     2: [
-        *(case(name, tp=2, runs=True) for name in ("llama", "llama_tied", "qwen2_moe", "deepseek_v3", "qwen3_next")),
+        *(
+            case(name, tp=2, runs=True)
+            for name in ("llama", "llama_tied", "qwen2_moe", "deepseek_v3", "qwen3_next", "glm4", "gemma3_text")
+        ),
         case("qwen3_moe", ep=2, runs=True),
         case("mixtral", ep=2, tp=2, etp=1, runs=True),
         case("glm4_moe", ep=2),
@@ -99,7 +102,7 @@ CASES: dict[int, list[Case]] = {
 
 def adapter_of(name: str) -> MegatronAdapter:
     # Qwen3-Next as a whole is no family of the table: it has linear attention. This model has none.
-    named = Names(SPLIT["qwen3_next"], shared="shared_expert") if name == "qwen3_next" else None
+    named = Names(SPLIT["qwen3_next"], shared="shared_expert", zero_centred=True) if name == "qwen3_next" else None
     return MegatronAdapter(CONFIGS[name], names=named)
 
 
