@@ -11,16 +11,16 @@ from awexd_transports.layout import Shard
 
 
 def _qkv(part: Part) -> Iterator[Shard]:
-    """``linear_qkv``: see ``rules.grouped_heads``; with ``attention_output_gate`` see ``_gated_heads``."""
+    """``linear_qkv``: see ``rules.grouped_heads``; with ``attention_output_gate`` see ``gated_heads``."""
     config = part.config
     q, k, v = (f"{part.prefix}self_attn.{name}_proj.{part.leaf}" for name in "qkv")
     sizes = {"h": config.num_attention_heads, "g": config.num_query_groups, "d": config.kv_channels}
-    rule = _gated_heads if getattr(config, "attention_output_gate", False) else grouped_heads
+    rule = gated_heads if getattr(config, "attention_output_gate", False) else grouped_heads
     rank, size = part.places.tensor
     yield from rows(part, rule(q, k, v, **sizes, part=rank, parts=size))
 
 
-def _gated_heads(queries: str, keys: str, values: str, *, h: int, g: int, d: int, part: int, parts: int) -> list[Run]:
+def gated_heads(queries: str, keys: str, values: str, *, h: int, g: int, d: int, part: int, parts: int) -> list[Run]:
     """For each group its R query heads, the R gates of their output, its key head, its value head.
 
     That is ``SelfAttention.get_query_key_value_tensors(output_gate=True)``; the checkpoint's ``q_proj`` has each query

@@ -65,9 +65,7 @@ def choices() -> dict[str, str]:
         "learnable": said(lambda: shards_of(made("qwen3", softmax_type="learnable"))),
         "centred": said(lambda: shards_of(made("gemma2"))),
         "pairs": said(lambda: shards_of(made("glm4"))),
-        "router": said(
-            lambda: shards_of(made("qwen3_moe", add_bias_linear=True), MegatronAdapter(CONFIGS["qwen3_moe"]))
-        ),
+        "router": said(lambda: shards_of(biased, MegatronAdapter(CONFIGS["qwen3_moe"]))),
         "balanced": said(lambda: shards_of(balanced, MegatronAdapter(CONFIGS["qwen3_moe"]))),
     }
 
