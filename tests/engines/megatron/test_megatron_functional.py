@@ -34,7 +34,7 @@ ALIKE = {
     ],
     2: [
         *("glm4_moe-ep2", "deepseek_v2-tp2", "llama-dp2", "qwen3_moe-ep2-te"),
-        *("llama-pp2", "llama-pp2-vpp2", "llama_tied-pp2", "llama_tied-pp2-vpp2"),
+        *("llama-pp2", "llama-pp2-vpp2", "llama-pp2-uneven", "llama-pp2-laid", "llama_tied-pp2", "llama_tied-pp2-vpp2"),
         *("deepseek_v3-tp2-te", "deepseek_v3-tp2-fused"),
     ],
     4: [
@@ -49,7 +49,7 @@ RUN = {
             f"{name}-tp2"
             for name in ("llama", "llama_tied", "qwen2_moe", "deepseek_v3", "qwen3_next", "glm4", "gemma3_text")
         ),
-        *("qwen3_moe-ep2", "mixtral-tp2-ep2-etp1"),
+        *("qwen3_moe-ep2", "mixtral-tp2-ep2-etp1", "mixtral-etp2"),
     ],
     4: ["llama-tp4", "qwen2-tp4", "qwen3_next-tp4", "qwen3_moe-tp2-ep2-etp1"],
 }
