@@ -74,14 +74,15 @@ def make(folder: Path, family: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, differing, besides = FAMILIES[family]
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **_COMMON | differing), dtype=torch.bfloat16)
+    config = AutoConfig.for_model(kind, **_COMMON | differing)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
     for number in range(COUNT):
         path = folder / family / str(number)
         _randomise(model, 1 + number)
         model.save_pretrained(path)
         tokenizer().save_pretrained(path)
-        config = json.loads((path / "config.json").read_text()) | besides
-        (path / "config.json").write_text(json.dumps(config))
+        written = json.loads((path / "config.json").read_text()) | besides
+        (path / "config.json").write_text(json.dumps(written))
 
 
 def _randomise(model: torch.nn.Module, seed: int) -> None:
@@ -105,7 +106,9 @@ def tokenizer() -> Any:
     built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     built.decoder = decoders.ByteLevel()
     end = "<|endoftext|>"
-    return PreTrainedTokenizerFast(tokenizer_object=built, eos_token=end, pad_token=end)
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=built, eos_token=end, pad_token=end
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Real SGLang models, a process a rank, with no engine around them: ``python layouts.py CASES.json FOLDER``.
 
-Each case builds a model from one checkpoint, brings another into it through the daemon (or, where it names no job, does
-nothing more), and writes FOLDER/<case>.<rank>.json: a digest of every parameter, buffer and other tensor of the model.
-SGLang is imported once; every rank of every case is forked from here.
+Each case builds a model from a checkpoint and, where it names a job, brings that into it through the daemon. FOLDER
+gets <case>.<rank>.json: digests of every parameter, buffer and other tensor of the model. SGLang is imported once;
+every rank of every case is forked from here.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 from sglang.benchmark.one_batch import _init_process_global_configs
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import bootstrap
+from sglang.srt.model_executor import model_runner
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.runtime_context import SpawnRanks, get_device, publish, spawn_world_rank
 from sglang.srt.server_args import PortArgs, ServerArgs
@@ -67,18 +68,26 @@ def build(server_args: ServerArgs, port_args: PortArgs, rank: int, pp_rank: int)
 
 def run(case: Case, server_args: ServerArgs, port_args: PortArgs, rank: int) -> dict[str, Any]:
     tp_size = case["arguments"].get("tp_size", 1)
+    if case.get("as_on_gpus"):
+        model_runner.adjust_config_with_unaligned_cpu_tp = lambda config, *_: config  # no heads are added
     runner = build(server_args, port_args, rank % tp_size, rank // tp_size)
-    model = runner.model
-    report: dict[str, Any] = {"before": digests(model)}
-    if case.get("job"):
-        adapter = SGLangAdapter(direct=case.get("direct", True))
-        weights = adapter.engine_weights(model)
-        report |= {"direct": sorted({shard.name for shard in weights.direct}), "reasons": dict(weights.reasons)}
-        with WorkerWeightsReader(case["job"], case["name"], rank, case["ranks"], case["socket"]) as reader:
-            reader.register(model, adapter, timeout=PATIENCE)
-            reader.update(timeout=PATIENCE)
-        report["after"] = digests(model)
+    report: dict[str, Any] = {"loaded": digests(runner.model)}
+    for path in ("direct", "loader") if case.get("job") else ():
+        report[path] = update(case, runner, rank, path)
+        runner.weight_updater.update_weights_from_disk(case["model"], "auto")  # the old one again
     return report
+
+
+def update(case: Case, runner: ModelRunner, rank: int, path: str) -> dict[str, Any]:
+    """The job's newest version through the daemon: in place where that is right, or all by the model's loader."""
+    adapter = SGLangAdapter(direct=path == "direct")
+    weights = adapter.engine_weights(runner.model)
+    engine = f"{case['name']}-{path}"
+    with WorkerWeightsReader(case["job"], engine, rank, case["ranks"], case["socket"]) as reader:
+        reader.register(runner.model, adapter, timeout=PATIENCE)
+        reader.update(timeout=PATIENCE)
+        after = digests(runner.model)
+    return {"after": after, "direct": sorted({s.name for s in weights.direct}), "reasons": dict(weights.reasons)}
 
 
 def main(cases: list[Case], folder: Path) -> None:

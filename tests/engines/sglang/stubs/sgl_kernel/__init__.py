@@ -6,6 +6,8 @@ through them: what the tests compare does not depend on this file. Tokens do, in
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from absent import stand_in
 from torch.nn.functional import gelu, silu
@@ -47,7 +49,7 @@ def gelu_tanh_and_mul_cpu(x: torch.Tensor) -> torch.Tensor:
     return gelu(gate, approximate="tanh") * up
 
 
-_library = torch.library.Library("sgl_kernel", "FRAGMENT")
+_library: Any = torch.library.Library("sgl_kernel", "FRAGMENT")  # type: ignore[no-untyped-call]
 for _operator, _schema in (
     (rmsnorm_cpu, "(Tensor x, Tensor weight, float eps) -> Tensor"),
     (gemma_rmsnorm_cpu, "(Tensor x, Tensor weight, float eps) -> Tensor"),
