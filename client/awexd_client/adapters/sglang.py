@@ -70,7 +70,7 @@ class SGLangAdapter:
             InvalidArgument: a module or parameter that no rule is known for, by name.
         """
         parts = list(_parts(target, None if self._direct else "the loader was asked for"))
-        weights, self._buffers = arrange(parts, target.load_weights, _refresh(target))
+        weights, self._buffers = arrange(parts, lambda tensors: target.load_weights(tensors), _refresh(target))
         return weights
 
     def clear(self) -> None:

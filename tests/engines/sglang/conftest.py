@@ -33,10 +33,15 @@ def environment() -> dict[str, str]:
     }
 
 
-def run_worker(script: str, *arguments: object, timeout: float) -> None:
-    """Runs a script of ``workers/`` in SGLang's environment; fails with what it said."""
+def check_environment() -> None:
+    """Fails where there is no SGLang to run."""
     if not PYTHON.exists():
         pytest.fail("SGLang's environment is missing: make engine-sglang", pytrace=False)
+
+
+def run_worker(script: str, *arguments: object, timeout: float) -> None:
+    """Runs a script of ``workers/`` in SGLang's environment; fails with what it said."""
+    check_environment()
     command = [str(PYTHON), str(HERE / "workers" / script), *map(str, arguments)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=timeout, check=False)
     if done.returncode:

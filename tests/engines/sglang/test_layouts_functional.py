@@ -23,7 +23,7 @@ class Layout(NamedTuple):
     """Ranks that hold a model together, and SGLang's arguments for that.
 
     Attributes:
-        as_on_gpus: heads that do not divide are not padded, as SGLang does on CPUs only; key/value heads are replicated.
+        as_on_gpus: heads that do not divide are not padded, which SGLang does on CPUs only.
     """
 
     ranks: int

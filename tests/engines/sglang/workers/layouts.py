@@ -7,19 +7,17 @@ every rank of every case is forked from here.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch
+from digests import digests
 from sglang.benchmark.one_batch import _init_process_global_configs
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import bootstrap
@@ -33,23 +31,6 @@ from awexd_client.adapters.sglang import SGLangAdapter
 
 Case = dict[str, Any]
 PATIENCE = 60.0
-
-
-def tensors_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, buffers, and tensors that modules keep as plain attributes."""
-    for path, module in model.named_modules():
-        for key, value in (*module._parameters.items(), *module._buffers.items(), *vars(module).items()):
-            if isinstance(value, torch.Tensor):
-                yield f"{path}.{key}", value.detach()
-
-
-def digests(model: torch.nn.Module) -> dict[str, str]:
-    """SHA-256 of each tensor's elements, with its shape and dtype."""
-    found = {}
-    for name, tensor in tensors_of(model):
-        body = tensor.contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0)
-        found[name] = f"{list(tensor.shape)} {tensor.dtype} {hashlib.sha256(body.numpy().tobytes()).hexdigest()}"
-    return found
 
 
 def build(server_args: ServerArgs, port_args: PortArgs, rank: int, pp_rank: int) -> ModelRunner:
