@@ -50,6 +50,8 @@ class _Driver(ABC):
     ) -> None:
         self._job, self._engine, self._socket = job, engine, socket
         self._pause, self._direct = pause, direct
+        self._touched = False
+        """Weights may have been written since all were last known to be of one version."""
 
     def stage(self, step: int | None, timeout: float = DEFAULT_TIMEOUT) -> None:
         """Every worker leases and checks that step, or the next one. Generation is paused from here on."""
@@ -70,6 +72,7 @@ class _Driver(ABC):
         """
         deadline = Deadline(timeout)
         self._begin(deadline)
+        self._touched = True
         try:
             self._send("apply", deadline, epoch=epoch, step=step)
         except BaseException:
@@ -82,6 +85,7 @@ class _Driver(ABC):
         if late:
             self._resume_unless_torn(deadline)
             raise AwexdError(f"{self._engine}: ranks {late} did not apply epoch {epoch} step {step}")
+        self._touched = False
         self._call("flush_cache", {}, deadline)
         self._call("update_weight_version", {"new_version": f"{epoch}.{step}", "abort_all_requests": False}, deadline)
         self._call("continue_generation", {}, deadline)
@@ -115,13 +119,22 @@ class _Driver(ABC):
         self._call("update_weights_from_tensor", body, deadline)
 
     def _resume_unless_torn(self, deadline: Deadline) -> None:
-        workers = self._workers(deadline)
-        torn = any(worker["state"] == "dirty" for worker in workers)
-        if not torn and len({tuple(worker["version"] or ()) for worker in workers}) <= 1:
+        try:
+            workers = self._workers(deadline)
+        except AwexdError:
+            torn = self._touched  # none has registered, or the daemon is away
+        else:
+            versions = {tuple(worker["version"] or ()) for worker in workers}
+            torn = len(versions) > 1 or any(worker["state"] == "dirty" for worker in workers)
+        if not torn:
             self._call("continue_generation", {}, deadline)
 
     def _workers(self, deadline: Deadline) -> list[dict[str, Any]]:
-        """What the daemon knows of each worker; none where none has registered."""
+        """What the daemon knows of each worker.
+
+        Raises:
+            AwexdError: it knows none, or cannot be asked.
+        """
         connection = Connection(socket_path(self._socket))
         try:
             arguments = {"job": self._job, "engine": self._engine}
