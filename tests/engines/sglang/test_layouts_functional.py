@@ -23,7 +23,8 @@ class Layout(NamedTuple):
     """Ranks that hold a model together, and SGLang's arguments for that.
 
     Attributes:
-        as_on_gpus: heads that do not divide are not padded, which SGLang does on CPUs only.
+        as_on_gpus: with what SGLang does there only: key/value heads are replicated rather than padded, and DeepSeek's
+            shared expert is one more of the routed ones.
     """
 
     ranks: int
@@ -39,6 +40,7 @@ LAYOUTS = {
     "tp4_padded": Layout(4, {"tp_size": 4}),
     "pp2": Layout(2, {"pp_size": 2}),
     "ep2": Layout(2, {"tp_size": 2, "ep_size": 2}),
+    "ep2_fused": Layout(2, {"tp_size": 2, "ep_size": 2}, as_on_gpus=True),
     "dp2": Layout(2, {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}),
 }
 CASES = [
@@ -47,7 +49,7 @@ CASES = [
     ("qwen3", "tp4"),  # more ranks than key/value heads
     ("qwen3_tied", "pp2"),  # the last stage has a copy of the embedding
     ("qwen3_moe", "ep2"),
-    ("deepseek_v3", "ep2"),
+    ("deepseek_v3", "ep2_fused"),
     ("deepseek_v3", "dp2"),
 ]
 PADDED = ("qwen3", "tp4_padded")

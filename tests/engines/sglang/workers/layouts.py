@@ -23,6 +23,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import bootstrap
 from sglang.srt.model_executor import model_runner
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.models import deepseek_v2
 from sglang.srt.runtime_context import SpawnRanks, get_device, publish, spawn_world_rank
 from sglang.srt.server_args import PortArgs, ServerArgs
 
@@ -31,6 +32,12 @@ from awexd_client.adapters.sglang import SGLangAdapter
 
 Case = dict[str, Any]
 PATIENCE = 60.0
+
+
+def act_as_on_gpus() -> None:
+    """Two decisions that SGLang takes otherwise on CPUs: to add heads, and not to fuse the shared expert."""
+    model_runner.adjust_config_with_unaligned_cpu_tp = lambda config, *_: config
+    deepseek_v2.get_num_fused_shared_experts = lambda: 1
 
 
 def build(server_args: ServerArgs, port_args: PortArgs, rank: int, pp_rank: int) -> ModelRunner:
@@ -50,7 +57,7 @@ def build(server_args: ServerArgs, port_args: PortArgs, rank: int, pp_rank: int)
 def run(case: Case, server_args: ServerArgs, port_args: PortArgs, rank: int) -> dict[str, Any]:
     tp_size = case["arguments"].get("tp_size", 1)
     if case.get("as_on_gpus"):
-        model_runner.adjust_config_with_unaligned_cpu_tp = lambda config, *_: config  # no heads are added
+        act_as_on_gpus()
     runner = build(server_args, port_args, rank % tp_size, rank // tp_size)
     report: dict[str, Any] = {"loaded": digests(runner.model)}
     for path in ("direct", "loader") if case.get("job") else ():
