@@ -123,6 +123,17 @@ def test_loader_takes_all_when_asked_to(reports: Reports, family: str, layout: s
     assert set(asked["reasons"].values()) == {"the loader was asked for"}
 
 
+def test_shared_expert_is_one_of_the_slots_where_it_is_fused(reports: Reports) -> None:
+    loaded = reports["deepseek_v3", "ep2_fused", 0][0]["loaded"]
+    assert loaded["model.layers.1.mlp.experts.w13_weight"].startswith("[5, 128, 128] ")  # 8 routed by 2, and it
+    assert not any("shared_experts" in name for name in loaded)
+
+
+def test_key_and_value_heads_are_replicated_with_more_ranks(reports: Reports) -> None:
+    name = "model.layers.0.self_attn.qkv_proj.weight"
+    assert reports["qwen3", "tp4", 0][0]["loaded"][name].startswith("[128, 128] ")  # 2 of 8 query heads, 1 of 2, 1 of 2
+
+
 def test_heads_that_sglang_pads_are_refused_by_name(reports: Reports) -> None:
     for rank in range(4):
         error = reports[*PADDED, rank][0]["error"]

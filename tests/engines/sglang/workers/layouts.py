@@ -23,7 +23,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import bootstrap
 from sglang.srt.model_executor import model_runner
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.models import deepseek_v2
+from sglang.srt.models import deepseek_v2, registry
 from sglang.srt.runtime_context import SpawnRanks, get_device, publish, spawn_world_rank
 from sglang.srt.server_args import PortArgs, ServerArgs
 
@@ -80,6 +80,7 @@ def update(case: Case, runner: ModelRunner, rank: int, path: str) -> dict[str, A
 
 def main(cases: list[Case], folder: Path) -> None:
     """Cases one after another, the ranks of each at once."""
+    registry.ModelRegistry.get_supported_archs()  # imports every model, here once
     for case in cases:
         server_args = ServerArgs(
             model_path=case["model"],
