@@ -20,7 +20,7 @@ from typing import Any
 from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline
 from awexd_client.session import Connection, socket_path
 from awexd_client.sglang.control import LOADER, Control, pickled
-from awexd_transports.errors import AwexdError, DeadlineExceeded
+from awexd_transports.errors import AwexdError, DeadlineExceeded, InvalidArgument
 
 PAUSES = ("retract", "in_place", "abort")
 GRACE_SECONDS = 10.0
@@ -48,6 +48,8 @@ class _Driver(ABC):
         pause: str = "retract",
         direct: bool = True,
     ) -> None:
+        if pause not in PAUSES:
+            raise InvalidArgument(f"pause must be one of {', '.join(PAUSES)}, not {pause!r}")
         self._job, self._engine, self._socket = job, engine, socket
         self._pause, self._direct = pause, direct
         self._touched = False

@@ -219,6 +219,22 @@ def test_update_by_the_models_own_loader(
     assert server.version() == f"1.{step}"
 
 
+def test_running_request_goes_on_with_the_new_weights(server: Server, trainer: Trainer, instance: WeightReader) -> None:
+    trainer.publish(1)
+    instance.update()
+    old, step = server.version(), trainer.publish(2)
+    sampling = {"temperature": 0, "max_new_tokens": 300, "ignore_eos": True}
+    body = json.dumps({"input_ids": PROMPT, "sampling_params": sampling, "stream": True}).encode()
+    request = urllib.request.Request(f"{server.url}/generate", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert answer.readline().startswith(b"data:")  # it runs
+        instance.update()
+        said = [line for line in answer if line.startswith(b"data: {")]
+    meta = json.loads(said[-1].removeprefix(b"data:"))["meta_info"]
+    assert meta["completion_tokens"] == 300
+    assert [span["version"] for span in meta["weight_versions"]] == [old, f"1.{step}"]
+
+
 def test_exception_in_the_loader_of_one_rank(
     server: Server,
     loaded: list[dict[str, Any]],
