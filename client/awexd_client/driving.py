@@ -154,7 +154,7 @@ class Together:
         if version is None:
             raise InvalidArgument(f"{self._engine}: nothing is staged")
         failure = self._call(lambda: self._workers.apply(*version, deadline.left()))
-        told = self._told(deadline)
+        told = self._told_after(failure, deadline)
         bad = [worker for worker in told if worker["state"] != "ready" or worker["version"] != list(version)]
         if failure or bad:
             failed = next((worker["failure"] for worker in bad if worker["failure"]), None)
@@ -178,7 +178,11 @@ class Together:
     def _stage(self, step: int | None, deadline: Deadline) -> set[VersionKey]:
         """What the workers have staged; where that is not one version, nothing any more."""
         failure = self._call(lambda: self._workers.stage(step, deadline.left()))
-        told = self._told(deadline)
+        try:
+            told = self._told_after(failure, deadline)
+        except AwexdError:
+            self._call(self._workers.abandon)
+            raise
         idle = [worker for worker in told if not worker["staged"]]
         versions = {(worker["staged"][0], worker["staged"][1]) for worker in told if worker["staged"]}
         if failure or idle or len(versions) > 1:
@@ -214,6 +218,15 @@ class Together:
                     continue
                 if any(row["state"] == "held" and row["step"] >= (step or 0) for row in held["versions"]):
                     return
+
+    def _told_after(self, failure: Exception | None, deadline: Deadline) -> list[dict[str, Any]]:
+        """Where the daemon does not know the workers, the engine's own error says why they are not there."""
+        try:
+            return self._told(deadline)
+        except AwexdError as error:
+            if isinstance(failure, AwexdError):
+                raise failure from error
+            raise
 
     def _told(self, deadline: Deadline) -> list[dict[str, Any]]:
         with contextlib.closing(Connection(self._path)) as connection:
