@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,10 @@ import orjson
 
 from awexd.dryrun.engines import engine
 from awexd.dryrun.live import pair_of_job
-from awexd.dryrun.models import model_of
+from awexd.dryrun.models import Kind, Model, model_of
 from awexd.dryrun.picture import picture
 from awexd.dryrun.report import Pair, Side, as_json, examine
-from awexd.dryrun.spec import ENGINES, TRAINERS, parse
+from awexd.dryrun.spec import ENGINES, TRAINERS, Spec, parse
 from awexd.dryrun.table import lines
 from awexd.dryrun.trainers import trainer
 from awexd_transports.errors import AwexdError, InvalidArgument
@@ -24,6 +24,11 @@ from awexd_transports.errors import AwexdError, InvalidArgument
 _DIRECT = (
     "every worker is taken to write in place; what an engine transforms after loading (quantized or packed weights), it"
     " takes whole instead"
+)
+_FUSED = "FSDP2 of transformers 5 or newer: a layer's experts are one parameter, cut between experts"
+_SHARED = (
+    "SGLang's shared experts are taken to be cut over tp; say shared=fused where it fuses them with the routed ones,"
+    " shared=whole where an all-to-all back end (DeepEP and others) has them on each rank"
 )
 
 
@@ -79,7 +84,18 @@ def dry_pair(values: Mapping[str, Any], train: str, infer: str, dtype: str | Non
     model = model_of(values, dtype)
     workers = engine(model, right)
     engines = [Side(f"{right.kind} {number}", workers) for number in range(right.size("engines"))]
-    return Pair(Side(left.text, trainer(model, left)), engines, model, notes=(*model.notes, _DIRECT))
+    notes = (*model.notes, *_notes(model, left, right))
+    return Pair(Side(left.text, trainer(model, left)), engines, right.text, model, notes=notes)
+
+
+def _notes(model: Model, train: Spec, infer: Spec) -> Iterator[str]:
+    kinds = {each.kind for each in model.tensors}
+    if train.kind == "fsdp" and Kind.EXPERT_UP in kinds:
+        yield _FUSED
+    if infer.kind == "sglang" and Kind.SHARED_UP in kinds and infer.choice("shared") == "cut":
+        yield _SHARED
+    if infer.kind != "hf":
+        yield _DIRECT
 
 
 def _read(path: Path) -> Mapping[str, Any]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from awexd.dryrun.models import OUTSIDE, STACKS, Kind, Model, Tensors
 from awexd.dryrun.parts import Part, along, manifest_of, part_of, tied, whole
-from awexd.dryrun.spec import Spec, check_ranks
-from awexd.dryrun.trainers import Cut, check_experts, whole_model
+from awexd.dryrun.spec import Spec, check_ranks, fitting
+from awexd.dryrun.trainers import QKV, Cut, check_experts, whole_model
 from awexd_client.adapters.rules import Run, heads, share_of, split, vocabulary
 from awexd_transports.errors import InvalidArgument
 from awexd_transports.layout import Box, Manifest
@@ -26,7 +26,8 @@ def engine(model: Model, spec: Spec) -> list[Manifest]:
     Raises:
         InvalidArgument: the model cannot be cut so, or the sizes do not multiply out.
     """
-    workers = {"vllm": _vllm, "sglang": _sglang, "hf": _hf}[spec.kind](model, spec)
+    with fitting(spec):
+        workers = {"vllm": _vllm, "sglang": _sglang, "hf": _hf}[spec.kind](model, spec)
     check_ranks(spec, len(workers) * spec.size("engines"))
     return workers
 
@@ -67,6 +68,8 @@ def _manifests(model: Model, places: Sequence[_Place]) -> list[Manifest]:
 
 # vLLM
 
+_SEQUENCE_PARALLEL = frozenset({"deepseek_v2", "deepseek_v3", "kimi_k2"})
+
 
 def _vllm(model: Model, spec: Spec) -> list[Manifest]:
     """Workers in the order of vLLM's ranks: data parallel outermost, then stages, then tensor parallel.
@@ -85,8 +88,8 @@ def _vllm(model: Model, spec: Spec) -> list[Manifest]:
     stages = _vllm_stages(model.layers, pp)
     _check_stages(model, spec, pp)
     rows = _padded(model, VOCABULARY_STEP)
-    # use_sequence_parallel_moe (vllm/config/parallel.py): shared experts are whole then.
-    sequence = ep > 1 and tp > 1 and dp > 1
+    # use_sequence_parallel_moe (vllm/config/parallel.py), as models/deepseek_v2.py heeds it: shared experts are whole.
+    sequence = min(ep, tp, dp) > 1 and model.family in _SEQUENCE_PARALLEL
     return _manifests(
         model,
         [
@@ -153,7 +156,7 @@ def _sglang(model: Model, spec: Spec) -> list[Manifest]:
         return _Place(
             attention=attention,
             dense=(0, 1) if spec.given("moe_dense_tp") else (rank, tp),
-            shared=expert_tensor if spec.size("fused_shared") else (rank, tp),
+            shared={"cut": (rank, tp), "fused": expert_tensor, "whole": (0, 1)}[spec.choice("shared")],
             expert_tensor=expert_tensor,
             experts=tuple(range(first, first + each)),
             embedding=_sglang_rows(model, attention),
@@ -268,17 +271,17 @@ def _gate_up(model: Model, tensors: Tensors, cut: Cut) -> list[Box]:
 
 def _of_qkv(which: str) -> _Rule:
     def rule(model: Model, tensors: Tensors, cut: Cut) -> list[Box]:
-        sizes = {"h": model.heads, "g": model.groups, "d": model.head, "part": cut[0], "parts": cut[1]}
-        runs = heads("query", "key", "value", **sizes)
+        part, parts = cut
+        runs = heads(*QKV, h=model.heads, g=model.groups, d=model.head, part=part, parts=parts)
         return along(tensors.shape, 0, [run for run in runs if run.name == which])
 
     return rule
 
 
 _RULES: dict[Kind, tuple[_Rule, str]] = {
-    Kind.QUERY: (_of_qkv("query"), "attention"),
-    Kind.KEY: (_of_qkv("key"), "attention"),
-    Kind.VALUE: (_of_qkv("value"), "attention"),
+    Kind.QUERY: (_of_qkv(QKV[0]), "attention"),
+    Kind.KEY: (_of_qkv(QKV[1]), "attention"),
+    Kind.VALUE: (_of_qkv(QKV[2]), "attention"),
     Kind.OUTPUT: (_columns, "attention"),
     Kind.HEADED: (_headed, "attention"),
     Kind.UP: (_rows, "dense"),

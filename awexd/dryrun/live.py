@@ -52,5 +52,8 @@ def _all(who: str, count: int, registered: Iterable[tuple[int, str]], known: Map
     absent = [rank for rank in range(count) if rank not in found]
     if absent:
         shown = ", ".join(map(str, absent[:16])) + (", ..." if len(absent) > 16 else "")
-        raise VersionUnavailable(f"{who}: of {count} ranks {shown} have not registered")
+        one = len(absent) == 1
+        raise VersionUnavailable(
+            f"{who}: rank{'' if one else 's'} {shown} of {count} {'has' if one else 'have'} not registered"
+        )
     return [found[rank] for rank in range(count)]

@@ -13,22 +13,23 @@ from awexd.dryrun.report import Moved, Pair, Report, workers_of
 from awexd.dryrun.table import size
 from awexd_transports.names import Ints
 
-MOST = 32
+MOST = 16
 """Boxes on a side; where there are more ranks, neighbours share one."""
-WIDTH, LEFT, RIGHT, TOP, STEP, BOX = 960, 210, 750, 96, 30, 22
-THICKEST, THINNEST = 12.0, 0.6
+WIDTH, LEFT, RIGHT, TOP, STEP, BOX = 960, 210, 750, 96, 38, 28
+THINNEST = 0.3
+"""Of a line; the thickest box has lines from edge to edge."""
 
 STYLE = """
-svg { color-scheme: light dark; --paper: #ffffff; --ink: #1b1f24; --soft: #57606a; --box: #eef1f4; --line: #0a66c2; }
+svg { color-scheme: light dark; --paper: #ffffff; --ink: #1b1f24; --soft: #57606a; --box: #eef1f4; }
 @media (prefers-color-scheme: dark) {
-  svg { --paper: #0d1117; --ink: #e6edf3; --soft: #9da7b3; --box: #1f2630; --line: #58a6ff; }
+  svg { --paper: #0d1117; --ink: #e6edf3; --soft: #9da7b3; --box: #1f2630; }
 }
 .paper { fill: var(--paper); }
 text { fill: var(--ink); font: 13px system-ui, sans-serif; }
 .title { font-size: 17px; font-weight: 600; }
 .soft { fill: var(--soft); font-size: 12px; }
 .box { fill: var(--box); stroke: var(--soft); stroke-width: 0.5; }
-.link { stroke: var(--line); fill: none; stroke-opacity: 0.45; }
+.link { fill: none; stroke-opacity: 0.6; }
 .link:hover { stroke-opacity: 1; }
 """
 
@@ -67,9 +68,9 @@ def picture(report: Report) -> str:
 
 
 def _title(pair: Pair) -> str:
-    names = list(dict.fromkeys(engine.name.rpartition(" ")[0] or engine.name for engine in pair.engines))
+    names = [engine.name for engine in pair.engines]
     shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-    return f"{pair.trainer.name} to {shown}"
+    return f"{pair.trainer.name} to {pair.infer or shown}"
 
 
 def _subtitle(report: Report) -> str:
@@ -102,7 +103,8 @@ def _boxed(ranks: Sequence[tuple[str, int]], each: int) -> list[Group]:
             some = numbers[low : low + each]
             first, last = some[0][1], some[-1][1]
             label = f"{first}" if first == last else f"{first}-{last}"
-            found.append(Group(f"{name} / {label}" if name else f"rank {label}", some[0][0], some[-1][0] + 1))
+            shown = f"{name} / {label}" if name else f"rank {label}" if first == last else f"ranks {label}"
+            found.append(Group(shown, some[0][0], some[-1][0] + 1))
     return found
 
 
@@ -117,18 +119,24 @@ def _middle(at: int, count: int, height: int) -> float:
 
 
 def _lines(moved: Moved, left: Sequence[Group], right: Sequence[Group], height: int) -> Iterator[str]:
+    """Lines leave and reach a box side by side: what they cover of its edge is its load."""
     rows = np.add.reduceat(moved.traffic.nbytes, [group.first for group in left], axis=0)
     summed = np.add.reduceat(rows, [group.first for group in right], axis=1)
-    most = int(summed.max(initial=1))
+    scale = BOX / max(1, int(summed.sum(axis=1).max(initial=0)), int(summed.sum(axis=0).max(initial=0)))
+    leave = [_middle(at, len(left), height) - scale * load / 2 for at, load in enumerate(summed.sum(axis=1).tolist())]
+    reach = [_middle(at, len(right), height) - scale * load / 2 for at, load in enumerate(summed.sum(axis=0).tolist())]
     for source, to in np.argwhere(summed > 0).tolist():
         nbytes = int(summed[source, to])
-        y0, y1 = _middle(source, len(left), height), _middle(to, len(right), height)
-        width = max(THINNEST, THICKEST * nbytes / most)
+        width = scale * nbytes
+        y0, y1 = leave[source] + width / 2, reach[to] + width / 2
+        leave[source] += width
+        reach[to] += width
         names = f"data-source={quoteattr(left[source].label)} data-destination={quoteattr(right[to].label)}"
-        middle = (LEFT + RIGHT) // 2
+        middle, hue = (LEFT + RIGHT) // 2, 360 * source // len(left)
         yield (
-            f'<path class="link" {names} data-bytes="{nbytes}" stroke-width="{width:.2f}"'
-            f' d="M{LEFT} {y0:g}C{middle} {y0:g} {middle} {y1:g} {RIGHT} {y1:g}">'
+            f'<path class="link" {names} data-bytes="{nbytes}" stroke="hsl({hue}, 65%, 52%)"'
+            f' stroke-width="{max(THINNEST, width):.2f}"'
+            f' d="M{LEFT} {y0:.2f}C{middle} {y0:.2f} {middle} {y1:.2f} {RIGHT} {y1:.2f}">'
             f"<title>{escape(left[source].label)} to {escape(right[to].label)}: {size(nbytes)}</title></path>"
         )
 

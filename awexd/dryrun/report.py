@@ -37,12 +37,14 @@ class Pair:
     """A trainer and its engines.
 
     Attributes:
+        infer: the engines' spec, of a dry run.
         model: of a dry run; None: live manifests.
         segments: the trainer's manifests are what each rank writes already, replicas dealt out.
     """
 
     trainer: Side
     engines: Sequence[Side]
+    infer: str = ""
     model: Model | None = None
     segments: bool = False
     notes: tuple[str, ...] = ()
@@ -143,7 +145,7 @@ def _moved(pair: Pair) -> Moved:
     written = Load(int(writes.max(initial=0)), lower_bound(held_by(trainer), len(trainer)))
     sends, receives = traffic.nbytes.sum(axis=1), traffic.nbytes.sum(axis=0)
     # Each engine reads every published element at least once.
-    sent = Load(int(sends.max(initial=0)), max(written.bound * len(pair.engines), sends.mean()))
+    sent = Load(int(sends.max(initial=0)), max(written.bound * len(pair.engines), float(sends.mean())))
     received = Load(int(receives.max(initial=0)), max(e.nbytes for side in pair.engines for e in side.manifests))
     return Moved(traffic, np.array([each.nbytes for each in trainer], np.int64), writes, written, sent, received)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from awexd_transports.errors import InvalidArgument
@@ -64,7 +65,7 @@ ENGINES: dict[str, dict[str, Word]] = {
         "dp_attention": Word("groups of data parallel attention"),
         "dp_lm_head": Word("1: lm_head is cut as attention is", 0, zero=True),
         "moe_dense_tp": Word("1: dense MLPs are whole on each rank", None),
-        "fused_shared": Word("1: the shared expert is fused with the routed ones", 0, zero=True),
+        "shared": Word("shared experts: cut, fused with the routed ones, or whole", "cut", ("cut", "fused", "whole")),
         **_ENGINES,
     },
     "hf": {"ranks": Word("processes that have the whole model"), **_ENGINES},
@@ -114,6 +115,17 @@ def parse(text: str, kinds: Mapping[str, Mapping[str, Word]]) -> Spec:
             raise InvalidArgument(f"{text!r}: {word} needs a value, as in {word}={known[word].default or 2}")
         values[word] = _value(text, word, value, known[word])
     return Spec(kind, text.strip(), values)
+
+
+@contextlib.contextmanager
+def fitting(spec: Spec) -> Iterator[None]:
+    """Names the spec in what the layout rules refuse."""
+    try:
+        yield
+    except InvalidArgument as error:
+        if error.message.startswith(repr(spec.text)):
+            raise
+        raise InvalidArgument(f"{spec.text!r}: {error}; choose sizes that divide the model's") from error
 
 
 def _value(text: str, word: str, value: str, about: Word) -> str | int:

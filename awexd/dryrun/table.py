@@ -59,17 +59,11 @@ def size(nbytes: float) -> str:
 
 
 def _engines(pair: Pair) -> str:
-    first = pair.engines[0]
-    if all(len(engine) == len(first) for engine in pair.engines):
-        return f"{_count(len(pair.engines), 'engine')} of {_count(len(first), 'worker')}: {_named(pair)}"
-    return (
-        f"{_count(len(pair.engines), 'engine')} of {[len(engine) for engine in pair.engines]} workers: {_named(pair)}"
-    )
-
-
-def _named(pair: Pair) -> str:
+    counts = {len(engine) for engine in pair.engines}
+    each = _count(counts.pop(), "worker") if len(counts) == 1 else "workers of different numbers"
     names = [engine.name for engine in pair.engines]
-    return ", ".join(names) if len(names) <= 4 else f"{names[0]} to {names[-1]}"
+    shown = ", ".join(names) if len(names) <= 4 else f"{names[0]} to {names[-1]}"
+    return f"{pair.infer or shown} ({_count(len(pair.engines), 'engine')} of {each})"
 
 
 def _count(number: int, what: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from awexd.dryrun.models import OUTSIDE, STACKS, Kind, Model, Tensors
 from awexd.dryrun.parts import Part, along, manifest_of, part_of, tied, whole
-from awexd.dryrun.spec import Spec, check_ranks
+from awexd.dryrun.spec import Spec, check_ranks, fitting
 from awexd_client.adapters.rules import Run, grouped_heads, share_of, split, vocabulary
 from awexd_client.adapters.runs import chunk
 from awexd_transports.errors import InvalidArgument
@@ -15,6 +15,7 @@ from awexd_transports.layout import Box, Manifest
 
 Cut = tuple[int, int]
 """This part of how many."""
+QKV: tuple[str, str, str] = ("query heads", "key heads", "value heads")
 
 
 def trainer(model: Model, spec: Spec) -> list[Manifest]:
@@ -23,7 +24,8 @@ def trainer(model: Model, spec: Spec) -> list[Manifest]:
     Raises:
         InvalidArgument: the model cannot be cut so, or the sizes do not multiply out.
     """
-    return {"megatron": _megatron, "fsdp": _fsdp, "hf": _hf}[spec.kind](model, spec)
+    with fitting(spec):
+        return {"megatron": _megatron, "fsdp": _fsdp, "hf": _hf}[spec.kind](model, spec)
 
 
 def _hf(model: Model, spec: Spec) -> list[Manifest]:
@@ -216,17 +218,17 @@ def _gate_up(model: Model, tensors: Tensors, cut: Cut) -> list[Box]:
 
 def _grouped(which: str) -> _Rule:
     def rule(model: Model, tensors: Tensors, cut: Cut) -> list[Box]:
-        sizes = {"h": model.heads, "g": model.groups, "d": model.head, "part": cut[0], "parts": cut[1]}
-        runs = grouped_heads("query", "key", "value", **sizes)
+        part, parts = cut
+        runs = grouped_heads(*QKV, h=model.heads, g=model.groups, d=model.head, part=part, parts=parts)
         return along(tensors.shape, 0, [run for run in runs if run.name == which])
 
     return rule
 
 
 _RULES: dict[Kind, _Rule] = {
-    Kind.QUERY: _grouped("query"),
-    Kind.KEY: _grouped("key"),
-    Kind.VALUE: _grouped("value"),
+    Kind.QUERY: _grouped(QKV[0]),
+    Kind.KEY: _grouped(QKV[1]),
+    Kind.VALUE: _grouped(QKV[2]),
     Kind.OUTPUT: _row_parallel,
     Kind.HEADED: _column_parallel,
     Kind.UP: _column_parallel,
