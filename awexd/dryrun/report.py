@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from awexd.dryrun.bounds import held_by, lower_bound
+from awexd.dryrun.bounds import Holdings, lower_bound
 from awexd.dryrun.models import Model
 from awexd_transports.errors import ManifestMismatch
 from awexd_transports.layout import Manifest
 from awexd_transports.names import Ints
-from awexd_transports.plan import Traffic, plan
+from awexd_transports.plan import Plan, Traffic, plan
 from awexd_transports.share import share
 
 PUBLISH_RATE, UPDATE_RATE = 17.0, 9.3
@@ -133,19 +133,21 @@ def examine(pair: Pair, rate: float | None = None) -> Report:
 def _moved(pair: Pair) -> Moved:
     trainer = list(pair.trainer.manifests)
     segments: Sequence[Manifest] = trainer if pair.segments else share(trainer)
-    found: dict[tuple[int, ...], Traffic] = {}
-    each: list[Traffic] = []
-    for engine in pair.engines:
-        alike = tuple(map(id, engine.manifests))
-        if alike not in found:
-            found[alike] = plan(segments, engine.manifests).traffic()
-        each.append(found[alike])
-    traffic = Traffic(*(np.concatenate(columns, axis=1) for columns in zip(*each, strict=True)))
+    alike = [tuple(map(id, engine.manifests)) for engine in pair.engines]
+    plans: dict[tuple[int, ...], Plan] = {}
+    for key, engine in zip(alike, pair.engines, strict=True):
+        if key not in plans:
+            plans[key] = plan(segments, engine.manifests)
+    traffics = {key: made.traffic() for key, made in plans.items()}
+    traffic = Traffic(
+        *(np.concatenate(columns, axis=1) for columns in zip(*(traffics[key] for key in alike), strict=True))
+    )
     writes = np.array([segment.nbytes for segment in segments], np.int64)
-    written = Load(int(writes.max(initial=0)), lower_bound(held_by(trainer), len(trainer)))
+    holdings, ranks = Holdings(trainer), len(trainer)
+    written = Load(int(writes.max(initial=0)), lower_bound(holdings.held(), ranks))
     sends, receives = traffic.nbytes.sum(axis=1), traffic.nbytes.sum(axis=0)
-    # Each engine reads every published element at least once.
-    sent = Load(int(sends.max(initial=0)), max(written.bound * len(pair.engines), float(sends.mean())))
+    read = holdings.read(segments, ((made, alike.count(key)) for key, made in plans.items()))
+    sent = Load(int(sends.max(initial=0)), lower_bound(read, ranks))
     received = Load(int(receives.max(initial=0)), max(e.nbytes for side in pair.engines for e in side.manifests))
     return Moved(traffic, np.array([each.nbytes for each in trainer], np.int64), writes, written, sent, received)
 

@@ -186,6 +186,8 @@ def test_vllm_experts_cut_dealt_and_in_turn() -> None:
     cut = served(MOE, "vllm:tp=2,dp=2")
     assert boxes(cut[3], f"{LAYER}mlp.experts.3.up_proj.weight") == [((6, 0), (2, 32))]
     assert boxes(cut[3], f"{LAYER}mlp.experts.3.down_proj.weight") == [((0, 6), (32, 2))]
+    # Ranks of one tensor-parallel group have neighbouring parts.
+    assert [boxes(rank, f"{LAYER}mlp.experts.0.up_proj.weight")[0][0][0] for rank in cut] == [0, 2, 4, 6]
     assert boxes(cut[3], LAYER + "self_attn.q_proj.weight") == [((24, 0), (24, 32))]
     assert _experts(served(MOE, "vllm:tp=2,ep=2")) == [[0, 1], [2, 3]]
     assert _experts(served(MOE, "vllm:tp=2,ep=2,placement=round_robin")) == [[0, 2], [1, 3]]

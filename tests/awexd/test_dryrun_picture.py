@@ -1,7 +1,8 @@
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ElementTree
-from collections import Counter
+from itertools import pairwise
 
 import pytest
 
@@ -39,14 +40,20 @@ def test_a_line_for_each_link_with_its_bytes() -> None:
     assert "prefers-color-scheme: dark" in (root.findtext(f"{SVG}style") or "")
 
 
-def test_width_follows_bytes_and_lines_of_a_box_fill_no_more_than_it() -> None:
+def test_lines_of_a_box_lie_side_by_side_each_as_wide_as_its_bytes() -> None:
     root = drawn(examine(small()))
-    covered: Counter[str] = Counter()
+    edges: dict[str, list[tuple[float, float]]] = {}
     for path in root.iter(f"{SVG}path"):
         width = float(path.attrib["stroke-width"])
-        covered[path.attrib["data-source"]] += width  # type: ignore[assignment]
         assert width == pytest.approx(BOX * int(path.attrib["data-bytes"]) / 17, abs=0.01)  # 17 is the largest load
-    assert max(covered.values()) == pytest.approx(BOX, abs=0.1)
+        _, leaves, *_, reaches = [float(number) for number in re.findall(r"[0-9.]+", path.attrib["d"])]
+        for side, y in (("source", leaves), ("destination", reaches)):
+            edges.setdefault(path.attrib[f"data-{side}"], []).append((y - width / 2, y + width / 2))
+    for lines in edges.values():
+        for above, below in pairwise(sorted(lines)):
+            assert above[1] == pytest.approx(below[0], abs=0.05)
+    largest = sorted(edges["rank 1"])
+    assert largest[-1][1] - largest[0][0] == pytest.approx(BOX, abs=0.1)
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from awexd.dryrun.bounds import held_by, lower_bound
+from awexd.dryrun.bounds import Holdings, lower_bound
 from awexd.dryrun.command import dry_pair
 from awexd.dryrun.engines import engine
 from awexd.dryrun.models import model_of
-from awexd.dryrun.report import PUBLISH_RATE, UPDATE_RATE, Pair, Side, as_json, examine
+from awexd.dryrun.report import PUBLISH_RATE, UPDATE_RATE, Load, Pair, Side, as_json, examine
 from awexd.dryrun.spec import ENGINES, parse
 from awexd.dryrun.table import lines
 from awexd.dryrun.trainers import whole_model
@@ -113,11 +113,21 @@ def test_lower_bound_is_the_largest_mean_of_a_group(sets: dict[tuple[int, ...], 
     assert 0.97 * max(means) <= lower_bound(sets, 4) <= max(means) + 1e-9
 
 
-def test_bytes_are_counted_once_by_who_holds_them() -> None:
+def test_bytes_are_counted_by_who_holds_them() -> None:
     ranks = small().trainer.manifests
-    assert held_by(ranks) == {(0,): 6, (1,): 4, (0, 1): 4}
+    assert Holdings(ranks).held() == {(0,): 6, (1,): 4, (0, 1): 4}
     tied = whole_model(model_of(tiny("qwen3, biases, tied")))
-    assert held_by([tied, tied]) == {(0, 1): tied.nbytes}
+    assert Holdings([tied, tied]).held() == {(0, 1): tied.nbytes}
+
+
+def test_bound_of_what_is_read_knows_what_is_read_more_than_once() -> None:
+    """Rank 0 alone has a, which each worker takes whole; both have b, of which a worker takes half."""
+    trainer = [held(("a", 6, 0, 6), ("b", 8, 0, 8)), held(("b", 8, 0, 8))]
+    workers = [held(("a", 6, 0, 6), ("b", 8, start, 4)) for start in (0, 4)]
+    report = examine(Pair(Side("t", trainer), [Side("e", workers), Side("f", workers)]))
+    assert report.moved
+    assert report.moved.written == Load(7, 7.0)
+    assert report.moved.sent == Load(26, 24.0)  # a four times; of b the byte that rank 0 writes twice
 
 
 def test_estimate_says_what_it_assumes() -> None:
