@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline
 from awexd_client.session import Connection
 from awexd_client.updates import UpdateResult
-from awexd_transports.errors import AwexdError, DeadlineExceeded, InvalidArgument, from_wire
+from awexd_transports.errors import AwexdError, DeadlineExceeded, InvalidArgument, VersionUnavailable, from_wire
 
 VersionKey = tuple[int, int]
 
@@ -136,8 +137,10 @@ class Together:
     def stage(self, step: int | None, deadline: Deadline) -> VersionKey:
         """One version on every worker, or none on any.
 
-        A worker whose last update failed is given its unfinished round's version again: by number all go on together.
+        The version is waited for here: a worker that waits would keep its engine from generating. A worker whose last
+        update failed is given its unfinished round's version again: by number all go on together.
         """
+        self._await_version(step, deadline)
         versions = self._stage(step, deadline)
         if len(versions) > 1:
             versions = self._stage(max(versions)[1], deadline)
@@ -194,13 +197,28 @@ class Together:
             return error
         return None
 
+    def _await_version(self, step: int | None, deadline: Deadline) -> None:
+        """Returns once that step, or a later one, is held; what it is then worth, the workers are told."""
+        with contextlib.closing(Connection(self._path)) as connection:
+            after: int | None = None
+            while True:
+                given = {"job": self._job, "after": after}
+                try:
+                    after = connection.call("events", given, timeout=deadline.left())[0]["last"]
+                except DeadlineExceeded as error:
+                    what = "its first committed version" if step is None else f"step {step} to be committed"
+                    raise DeadlineExceeded(f"{self._job}: waited {deadline.seconds:g} s for {what}") from error
+                try:
+                    held = connection.call("versions", {"job": self._job}, timeout=max(1.0, deadline.left()))[0]
+                except VersionUnavailable:  # there is no such job yet
+                    continue
+                if any(row["state"] == "held" and row["step"] >= (step or 0) for row in held["versions"]):
+                    return
+
     def _told(self, deadline: Deadline) -> list[dict[str, Any]]:
-        connection = Connection(self._path)
-        try:
+        with contextlib.closing(Connection(self._path)) as connection:
             arguments = {"job": self._job, "engine": self._engine}
             engine = connection.call("read.engine", arguments, timeout=max(1.0, deadline.left()))[0]
-        finally:
-            connection.close()
         workers: list[dict[str, Any]] = engine["workers"]
         if len(workers) != engine["world_size"]:
             there = [worker["rank"] for worker in workers]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 from awexd_transports.dtypes import ITEMSIZE
 from awexd_transports.errors import IntegrityError, InvalidArgument, abbreviate
 from awexd_transports.layout import Box, Entry
+from awexd_transports.shard import PAIRS
 from awexd_transports.view import View
 
 if TYPE_CHECKING:
@@ -125,11 +126,17 @@ class Checkpoint:
     def names(self) -> frozenset[str]:
         return frozenset(self._files)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._files[name].get_slice(name).get_shape())
+    def shape(self, name: str, layout: str | None = None) -> tuple[int, ...]:
+        """Its global shape; with ``"pairs"`` as that layout has it."""
+        shape = tuple(self._files[name].get_slice(name).get_shape())
+        return (*shape[:-1], shape[-1] // 2, 2) if layout == PAIRS and shape else shape
 
-    def read(self, name: str, box: Box) -> torch.Tensor:
+    def read(self, name: str, box: Box, layout: str | None = None) -> torch.Tensor:
         """That part of a tensor."""
+        if layout == PAIRS:
+            (first, of_pair), (count, length) = box.offset[-2:], box.shape[-2:]
+            flat = Box((*box.offset[:-2], 2 * first), (*box.shape[:-2], 2 * count))
+            return self.read(name, flat).reshape(*flat.shape[:-1], count, 2).narrow(-1, of_pair, length)
         if not box.shape:
             scalar: torch.Tensor = self._files[name].get_tensor(name)
             return scalar
@@ -182,10 +189,10 @@ def _compare(entry: Entry, view: View, checkpoint: Checkpoint) -> Difference | N
     name = entry.tensor.name
     if name not in checkpoint.names:
         return Difference(name, None, "the checkpoint has no tensor of that name")
-    if checkpoint.shape(name) != entry.tensor.shape:
-        return Difference(name, None, f"{list(entry.tensor.shape)}, in the checkpoint {list(checkpoint.shape(name))}")
-    if entry.layout is not None:
+    if entry.layout not in (None, PAIRS):
         return Difference(name, None, f"its layout {entry.layout} cannot be compared")
+    if checkpoint.shape(name, entry.layout) != entry.tensor.shape:
+        return Difference(name, None, f"{list(entry.tensor.shape)}, in the checkpoint {list(checkpoint.shape(name))}")
     for box in _chunks(entry):
         difference = _compare_chunk(entry, box, view.sub(box.relative_to(entry.box.offset)), checkpoint)
         if difference is not None:
@@ -208,7 +215,7 @@ def _chunks(entry: Entry) -> Iterator[Box]:
 
 
 def _compare_chunk(entry: Entry, box: Box, view: View, checkpoint: Checkpoint) -> Difference | None:
-    live, saved = view.tensor(), checkpoint.read(entry.tensor.name, box)
+    live, saved = view.tensor(), checkpoint.read(entry.tensor.name, box, entry.layout)
     if saved.dtype != live.dtype:
         if not (saved.is_floating_point() and live.is_floating_point()):
             return Difference(entry.tensor.name, None, f"{live.dtype}, in the checkpoint {saved.dtype}")

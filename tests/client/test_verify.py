@@ -17,10 +17,13 @@ from safetensors.torch import save_file
 
 from awexd_client import IntegrityError, InvalidArgument, Shard, WeightWriter, WorkerWeightsReader
 from awexd_client import verify as verifying
+from awexd_client.adapters.experts import paired
 from awexd_client.held import HeldVersion
+from awexd_client.holding import Holding
 from awexd_client.verify import Checkpoint, verify
 from awexd_transports.errors import VersionUnavailable
 from awexd_transports.layout import Box, Entry, TensorSpec
+from awexd_transports.shard import PAIRS
 from awexd_transports.view import View
 from tests.client.samples import Negating
 from tests.daemons import Daemon
@@ -133,6 +136,24 @@ def test_tied_head_that_the_checkpoint_lacks(tmp_path: Path) -> None:
         assert verify(parts_of(live), checkpoint).check().tensors == 6
 
 
+def test_paired_experts_of_gpt_oss(tmp_path: Path) -> None:
+    experts, bias = torch.randn(4, 6, 10), torch.randn(4, 10)
+    names = ("model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.gate_up_proj_bias")
+    folder = save(dict(zip(names, (experts, bias), strict=True)), tmp_path / "c")
+    up_of_two = paired(Shard(names[0], experts[1:3, :, 4:8].clone(), (4, 6, 10), (1, 0, 4)))
+    live = [Shard(names[0], up_of_two.tensor[..., 1:], up_of_two.global_shape, (1, 0, 2, 1), layout=PAIRS)]
+    live.append(paired(Shard(names[1], bias.clone())))
+    with Checkpoint(folder) as checkpoint:
+        holding = Holding.of(live)
+        parts = list(zip(holding.manifest.entries, holding.views, strict=True))
+        assert verify(parts, checkpoint).check().nbytes == (2 * 6 * 2 + 40) * 4
+        live[0].tensor[1, 5, 1, 0] += 1
+        (difference,) = verify(parts, checkpoint).differences
+    assert difference.index == (2, 5, 3, 1)
+    with pytest.raises(InvalidArgument, match="cuts pairs"):
+        paired(Shard(names[0], experts[:, :, 1:3], (4, 6, 10), (0, 0, 1)))
+
+
 @pytest.mark.parametrize("content", [None, "nothing here", '{"weight_map": {"a": "../other.safetensors"}}'])
 def test_folder_that_is_no_checkpoint(tmp_path: Path, content: str | None) -> None:
     if content is not None:
@@ -189,7 +210,7 @@ def test_held_version_and_awexctl_verify(daemon: Daemon, writer: WeightWriter, t
     def awexctl(*arguments: str) -> tuple[int, Any]:
         command = [sys.executable, "-m", "awexd.ctl", "verify", "--socket", daemon.socket, "--checkpoint", str(folder)]
         done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=60)
-        return done.returncode, done.stdout + done.stderr
+        return done.returncode, done.stdout if done.returncode == 0 else done.stdout + done.stderr
 
     code, told = awexctl("--job", "grpo", "--step", "1", "--json")
     assert (code, json.loads(told)["equal"], json.loads(told)["tensors"]) == (0, True, 6)
