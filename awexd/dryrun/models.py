@@ -15,6 +15,7 @@ from typing import Any
 from awexd_client.adapters.experts import SPLIT, ExpertNames
 from awexd_transports.dtypes import ITEMSIZE, dtype_name
 from awexd_transports.errors import InvalidArgument
+from awexd_transports.shard import PAIRS
 
 
 class Kind(Enum):
@@ -56,6 +57,7 @@ class Tensors:
         name: with ``{layer}`` and ``{expert}`` where those stand.
         layers: numbers of the layers that have it; none: it is outside of layers.
         experts: how many each layer has of it; 0: it is no single expert's.
+        shape: in the checkpoint.
     """
 
     name: str
@@ -64,6 +66,16 @@ class Tensors:
     dtype: str
     layers: tuple[int, ...] = ()
     experts: int = 0
+
+    @property
+    def layout(self) -> str | None:
+        """In which both sides give it, where parts are no slices of the checkpoint's tensor."""
+        return PAIRS if self.kind in (Kind.STACK_UP, Kind.STACK_UP_BIAS) else None
+
+    @property
+    def extent(self) -> tuple[int, ...]:
+        """Its shape in that layout."""
+        return (*self.shape[:-1], self.shape[-1] // 2, 2) if self.layout == PAIRS else self.shape
 
     @property
     def count(self) -> int:
