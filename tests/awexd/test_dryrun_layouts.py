@@ -9,7 +9,7 @@ import torch
 
 from awexd.dryrun.command import dry_pair
 from awexd.dryrun.engines import engine
-from awexd.dryrun.models import model_of
+from awexd.dryrun.families import model_of
 from awexd.dryrun.report import examine
 from awexd.dryrun.spec import ENGINES, TRAINERS, parse
 from awexd.dryrun.trainers import trainer
