@@ -1,0 +1,97 @@
+"""Makes tiny checkpoints: ``python models.py FOLDER``. Each family twice, with other weights: ``old`` and ``new``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    DeepseekV3Config,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+VERSIONS = {"old": 1, "new": 2, "newer": 3}
+"""Name to seed."""
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 330,  # no multiple of 64: the engine pads it
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
+
+
+def configs() -> dict[str, PretrainedConfig]:
+    qwen = {**_SIZES, "head_dim": 32}
+    latent = {
+        **_SIZES,
+        **_EXPERTS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 64,
+        # The sizes that vLLM's latent attention is compiled for.
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+    }
+    return {
+        "llama": LlamaConfig(**_SIZES),
+        "qwen2": Qwen2Config(**_SIZES),
+        "qwen3": Qwen3Config(**qwen),
+        "qwen3_tied": Qwen3Config(**{**qwen, "tie_word_embeddings": True}),
+        "qwen3_moe": Qwen3MoeConfig(**qwen, **_EXPERTS, num_experts=8, norm_topk_prob=True, mlp_only_layers=[0]),
+        "deepseek_v3": DeepseekV3Config(**latent),
+    }
+
+
+def make(folder: Path, family: str, version: str) -> None:
+    """A checkpoint as ``save_pretrained`` writes it, every weight drawn anew (biases and norms too)."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(VERSIONS[version])
+    model = AutoModelForCausalLM.from_config(configs()[family]).to(torch.bfloat16)
+    model.tie_weights()
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if tensor.ndim == 1 and tensor.is_floating_point() and "inv_freq" not in name:
+                tensor.add_(torch.rand_like(tensor) * 0.1)
+    path = folder / family / version
+    model.save_pretrained(path)
+    if family == "deepseek_v3":
+        # What DeepSeek's own files say and vLLM looks for; transformers does not write it.
+        file = path / "config.json"
+        config = json.loads(file.read_text())
+        config |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "num_nextn_predict_layers": 0}
+        file.write_text(json.dumps(config, indent=1))
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    for family in configs():
+        for version in VERSIONS:
+            make(folder, family, version)
+
+
+if __name__ == "__main__":
+    main()
