@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from awexd_transports.dtypes import dtype_name
@@ -39,6 +40,24 @@ class Adapter(Protocol):
             InvalidArgument: a tensor that cannot be handed out, by name.
         """
         ...
+
+
+@dataclass(frozen=True)
+class EngineWeights:
+    """An engine's weights, by the way in which they are applied.
+
+    Attributes:
+        direct: live parameters, written in place: proven plain.
+        aside: whole checkpoint tensors in host buffers of the adapter's own, for what the engine transforms.
+        load: called once every byte of both is in and checked, before the update counts. What it raises fails the
+            update.
+        reasons: checkpoint name to why it is not direct.
+    """
+
+    direct: Sequence[Shard]
+    aside: Sequence[Shard] = ()
+    load: Callable[[], None] | None = None
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
 
 def is_dtensor(tensor: object) -> bool:

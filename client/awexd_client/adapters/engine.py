@@ -8,9 +8,10 @@ buffers (:func:`buffers`), and the engine's own loader takes them from there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from awexd_client.adapters.base import live_view
@@ -40,6 +41,10 @@ class Part:
     offset: tuple[int, ...]
     index: tuple[int | slice, ...]
 
+    @property
+    def numel(self) -> int:
+        return prod(step.stop - step.start for step in self.index if isinstance(step, slice))
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -56,6 +61,11 @@ class Layout:
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
     dtype: torch.dtype
+
+    @property
+    def filled(self) -> int:
+        """How many of its elements come from checkpoint tensors; the rest is padding."""
+        return sum(part.numel for part in self.parts)
 
 
 def parts_of(rows: Sequence[Run], *rest: Axis, slot: int | None = None, first: int = 0) -> Iterator[Part]:
@@ -89,7 +99,7 @@ def direct(layout: Layout, tensor: torch.Tensor) -> Iterator[Shard]:
     live = live_view(layout.path, tensor)
     if tuple(live.shape) != layout.shape:
         raise InvalidArgument(
-            f"{layout.path}: its rule says {list(layout.shape)}, in memory it is {list(live.shape)}; not written in place"
+            f"{layout.path}: {list(layout.shape)} by its rule, {list(live.shape)} in memory; not written in place"
         )
     for part in layout.parts:
         yield Shard(part.name, live[part.index], part.shape, part.offset)
@@ -125,8 +135,3 @@ def own_tensors(module: Any) -> dict[str, torch.Tensor]:
 def class_names(thing: object) -> list[str]:
     """Names of an object's classes, its own first: engines are told by name, so that none is imported."""
     return [cls.__name__ for cls in type(thing).__mro__]
-
-
-def nearest(thing: object, known: Mapping[str, Any]) -> str | None:
-    """The first of an object's class names that ``known`` has."""
-    return next((name for name in class_names(thing) if name in known), None)

@@ -76,6 +76,10 @@ def make(folder: Path, family: str, version: str) -> None:
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if tensor.ndim == 1 and tensor.is_floating_point() and "inv_freq" not in name:
                 tensor.add_(torch.rand_like(tensor) * 0.1)
+            if name.endswith("e_score_correction_bias"):
+                # In fp32 whatever the model's dtype, as DeepSeek publishes it; the trainer moves it every step.
+                owner = model.get_submodule(name.rpartition(".")[0])
+                owner.e_score_correction_bias = torch.rand(tensor.shape) * 0.1
     path = folder / family / version
     model.save_pretrained(path)
     if family == "deepseek_v3":
