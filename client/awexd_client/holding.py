@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from awexd_client.adapters.base import Adapter
-from awexd_client.adapters.registry import shards_of, watch
+from awexd_client.adapters.base import Adapter, EngineWeights
+from awexd_client.adapters.registry import engine_weights_of, shards_of, watch
 from awexd_client.adapters.watch import Watch
 from awexd_transports.copy import View, overlapping
 from awexd_transports.dtypes import dtype_name
@@ -23,30 +23,50 @@ _FLOATING = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 @dataclass(frozen=True)
 class Holding:
-    """Live memory of a process. ``views[i]`` is where the bytes of ``manifest.entries[i]`` lie, in their own dtype."""
+    """Live memory of a process. ``views[i]`` is where the bytes of ``manifest.entries[i]`` lie, in their own dtype.
+
+    Attributes:
+        weights: what the adapter said. Entries from number ``len(weights.direct)`` on are those of ``weights.aside``.
+    """
 
     target: object
     adapter: str | Adapter | None
+    weights: EngineWeights
     manifest: Manifest
     views: tuple[View, ...]
     watch: Watch
 
     @classmethod
     def of(cls, target: object, adapter: str | Adapter | None = None, casts: Casts = None) -> Holding:
-        """Looks the target up; nothing is copied.
+        """Looks the target of a writer up; nothing is copied.
 
         Raises:
             InvalidArgument: nothing understands the target, or a tensor that cannot be moved, by name.
             ManifestMismatch: two shards that contradict each other.
         """
         target = _reusable(target)
-        shards = shards_of(target, adapter)
+        return cls._of(target, adapter, EngineWeights(shards_of(target, adapter)), casts)
+
+    @classmethod
+    def to_fill(cls, target: object, adapter: str | Adapter | None = None) -> Holding:
+        """Looks the target of a reader up, likewise."""
+        target = _reusable(target)
+        return cls._of(target, adapter, engine_weights_of(target, adapter), None)
+
+    @classmethod
+    def _of(cls, target: object, adapter: str | Adapter | None, weights: EngineWeights, casts: Casts) -> Holding:
+        shards = [*weights.direct, *weights.aside]
         if not shards:
             raise InvalidArgument("nothing to register: the target has no tensors")
         wire = _wire_dtypes(shards, casts)
         views = tuple(view_of(shard) for shard in shards)
         entries = _entries(shards, views, wire)
-        return cls(target, adapter, Manifest.of(entries), views, watch(target))
+        return cls(target, adapter, weights, Manifest.of(entries), views, watch(target))
+
+    @property
+    def first_aside(self) -> int:
+        """Number of the first entry that is not live memory."""
+        return len(self.weights.direct)
 
     @cached_property
     def index(self) -> dict[tuple[str, Box], int]:

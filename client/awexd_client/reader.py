@@ -6,18 +6,17 @@ import logging
 import os
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-from awexd.protocol import MAX_KEEP, MAX_STEP
-from awexd_client.adapters.base import Adapter
-from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline, Endpoint, check_whole
+from awexd.protocol import MAX_KEEP, MAX_REASONS, MAX_STEP
+from awexd_client.adapters.base import Adapter, EngineWeights
+from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline, Endpoint, check_whole, failed
 from awexd_client.holding import Holding
-from awexd_client.mappings import Mapping
 from awexd_client.session import Asked
-from awexd_client.tables import Sources, Tables, build
-from awexd_client.updates import Staged, State, UpdateResult
+from awexd_client.tables import Prepared, Sources, prepare
+from awexd_client.updates import Staged, State, UpdateResult, load_of_engine
 from awexd_transports.errors import (
     AwexdError,
     DaemonUnavailable,
@@ -90,7 +89,8 @@ class WorkerWeightsReader(Endpoint):
         self._sources: OrderedDict[str, Sources] = OrderedDict()
         self._checked: set[str] = set()
         self._warned = False
-        self._tables: OrderedDict[_Held, tuple[Tables, tuple[Mapping, ...]]] = OrderedDict()
+        self._tables: OrderedDict[_Held, Prepared] = OrderedDict()
+        self._leased: str | None = None
         self._confirmed: Asked | None = None
         self._prefetching: threading.Thread | None = None
 
@@ -109,13 +109,14 @@ class WorkerWeightsReader(Endpoint):
 
         Args:
             target: nn.Module, list of modules, {name: tensor}, or an iterable of Shard.
-            adapter: None to choose by the target; else a name or an adapter.
+            adapter: None to choose by the target; else a name or an adapter. An engine's may have its engine load some
+                tensors itself: see ``EngineWeights``.
 
         Raises:
             ManifestMismatch: they do not fit what the trainer publishes, or share memory; nothing is registered.
             VersionConflict: another live process is this worker.
         """
-        holding = Holding.of(target, adapter)
+        holding = Holding.to_fill(target, adapter)
         holding.check_disjoint()
         deadline = Deadline(timeout)
         with self._turn(deadline):
@@ -192,6 +193,10 @@ class WorkerWeightsReader(Endpoint):
         """Gives up what was staged."""
         self._release(staged.lease)
 
+    def fail(self, error: BaseException) -> None:
+        """Tells the daemon why this worker did not update, for ``status``, events and its driver. Never raises."""
+        self._release(None, error=error)
+
     def close(self) -> None:
         if self._prefetching is not None and self._prefetching.is_alive():
             self._connection.close()  # it may be waiting for a version that is still to come
@@ -224,6 +229,7 @@ class WorkerWeightsReader(Endpoint):
             digest=manifest.digest,
             version=list(self._version) if self._version else None,
             updates=self._updates,
+            aside=_reasons(holding.weights) or None,
         )
         self._updates = answer["updates"]
 
@@ -255,57 +261,69 @@ class WorkerWeightsReader(Endpoint):
         self._refresh()
         answer = self._resolve(step, deadline, stage=False)
         try:
-            tables, mappings = self._prepare(answer, deadline)
-        except BaseException:
-            self._release(answer["lease"])
+            prepared = self._prepare(answer, deadline)
+            prepared.fill_aside(sharing=self.world_size)
+        except BaseException as error:
+            self._release(answer["lease"], error=error)
             raise
+        self._leased = answer["lease"]
         return Staged(
             epoch=answer["epoch"],
             step=answer["step"],
             lease=answer["lease"],
             until=started + answer["lease_ms"] / 1000,  # granted after that
             updates=answer["updates"],
-            tables=tables,
-            mappings=mappings,
+            prepared=prepared,
             started=started,
             ready=time.monotonic(),
         )
 
     def _apply(self, staged: Staged, deadline: Deadline) -> UpdateResult:
         self._check_usable()
-        if any(mapping.closed for mapping in staged.mappings):
+        holding = self._holding
+        if staged.lease != self._leased or any(mapping.closed for mapping in staged.prepared.mappings):
             raise VersionUnavailable(
-                f"{self.job}: what was staged went with its connection to the daemon; update again"
+                f"{self.job}: what was staged was given up since, or went with its connection to the daemon; "
+                "update again"
             )
-        if self._holding.watch.changed():
-            self._release(staged.lease)
-            raise VersionConflict(f"{self.job}: tensors were rebound or moved since this was staged; update again")
-        self._state, self._version = "dirty", None
+        if holding.watch.changed():
+            error = VersionConflict(f"{self.job}: tensors were rebound or moved since this was staged; update again")
+            self._release(staged.lease, error=error)
+            raise error
+        self._state, self._version, self._leased = "dirty", None, None
         began = time.monotonic()
         try:
-            staged.tables.run(sharing=self.world_size)
-            self._confirm(staged, deadline)
+            staged.prepared.live.run(sharing=self.world_size)
+            load_of_engine(holding.weights)
+            result = UpdateResult(
+                epoch=staged.epoch,
+                step=staged.step,
+                bytes=staged.prepared.nbytes,
+                stage_seconds=staged.ready - staged.started,
+                pause_seconds=time.monotonic() - began,
+                transport="shm",
+            )
+            self._confirm(staged, result, deadline)
         except BaseException as error:
             if not isinstance(error, DaemonUnavailable):
-                self._release(staged.lease, dirty=True)
+                self._release(staged.lease, dirty=True, error=error)
             raise
         self._state, self._version, self._updates = "ready", (staged.epoch, staged.step), staged.updates
-        return UpdateResult(
-            epoch=staged.epoch,
-            step=staged.step,
-            bytes=staged.tables.copies.nbytes,
-            stage_seconds=staged.ready - staged.started,
-            pause_seconds=time.monotonic() - began,
-            transport="shm",
-        )
+        return result
 
-    def _confirm(self, staged: Staged, deadline: Deadline) -> None:
+    def _confirm(self, staged: Staged, result: UpdateResult, deadline: Deadline) -> None:
         """Tells the daemon that the bytes are in; waits for its answer only where that could be a refusal.
 
         What is found good once the daemon was told was good when it was told, and the daemon takes it so: it looks for
         what was sent before it ends a lease.
         """
-        asked = self._connection.ask("read.confirm", {"lease": staged.lease}, timeout=deadline.left())
+        arguments = {
+            "lease": staged.lease,
+            "nbytes": result.bytes,
+            "stage_us": int(result.stage_seconds * 1e6),
+            "pause_us": int(result.pause_seconds * 1e6),
+        }
+        asked = self._connection.ask("read.confirm", arguments, timeout=deadline.left())
         if staged.good:
             self._confirmed = asked
         else:
@@ -322,7 +340,7 @@ class WorkerWeightsReader(Endpoint):
         lease_ms = int(max(deadline.seconds, 1.0) * 1000)
         return self._ask("read.resolve", deadline.left(), step=step, lease_ms=lease_ms, stage=stage)
 
-    def _prepare(self, answer: dict[str, Any], deadline: Deadline) -> tuple[Tables, tuple[Mapping, ...]]:
+    def _prepare(self, answer: dict[str, Any], deadline: Deadline) -> Prepared:
         """Everything that can fail before a byte is touched: plan, mappings, contradicting aliases."""
         segments = answer["segments"]
         key = (answer["set"], tuple((segment_id, stored) for segment_id, _, stored in segments))
@@ -332,12 +350,10 @@ class WorkerWeightsReader(Endpoint):
             while len(self._tables) > TABLES_KEPT:
                 self._tables.popitem(last=False)
         self._tables.move_to_end(key)
-        prepared[0].check()
+        prepared.live.check()
         return prepared
 
-    def _build(
-        self, set_digest: str, segments: Sequence[tuple[str, int, bool]], deadline: Deadline
-    ) -> tuple[Tables, tuple[Mapping, ...]]:
+    def _build(self, set_digest: str, segments: Sequence[tuple[str, int, bool]], deadline: Deadline) -> Prepared:
         sources = self._sources_of(set_digest, deadline)
         wanted = [(segments[rank][0], segments[rank][1]) for rank in sources.ranks]
         mapped = dict(zip(sources.ranks, self._map(wanted, deadline), strict=True))
@@ -349,7 +365,7 @@ class WorkerWeightsReader(Endpoint):
                 "until then only the copy is checked, not what is held",
                 self.job,
             )
-        return build(self._holding, sources, mapped, summed), tuple(mapped.values())
+        return prepare(self._holding, sources, mapped, summed)
 
     def _sources_of(self, set_digest: str, deadline: Deadline) -> Sources:
         if set_digest not in self._sources:
@@ -396,7 +412,7 @@ class WorkerWeightsReader(Endpoint):
         holding = self._holding
         if not holding.watch.changed():
             return
-        fresh = Holding.of(holding.target, holding.adapter)
+        fresh = Holding.to_fill(holding.target, holding.adapter)
         fresh.check_disjoint()
         if fresh.manifest.digest != holding.manifest.digest:
             raise ManifestMismatch(
@@ -418,10 +434,27 @@ class WorkerWeightsReader(Endpoint):
         except AwexdError as error:
             _log.info("prefetch of %s: %s", self.job, error)
 
-    def _release(self, lease: str, *, dirty: bool = False) -> None:
-        self._tell("read.release", lease=lease, dirty=dirty)
+    def _release(self, lease: str | None, *, dirty: bool = False, error: BaseException | None = None) -> None:
+        if lease == self._leased:
+            self._leased = None
+        self._tell("read.release", lease=lease, dirty=dirty, error=_told(error))
 
     def _forget_tables(self, segments: Sequence[str] | None) -> None:
         gone = None if segments is None else set(segments)
         for key in [key for key in self._tables if gone is None or gone & {segment for segment, _ in key[1]}]:
             del self._tables[key]
+
+
+def _told(error: BaseException | None) -> list[str] | None:
+    """An error as it is told: its code and its message."""
+    return None if error is None else [error.code if isinstance(error, AwexdError) else "error", failed(error)]
+
+
+def _reasons(weights: EngineWeights) -> list[list[str | int]]:
+    """Why tensors are not written in place: each reason, how many they are, and the first."""
+    first: dict[str, str] = {}
+    for name, reason in weights.reasons.items():
+        first.setdefault(reason, name)
+    counts = Counter(weights.reasons.values())
+    told: list[list[str | int]] = [[reason[:200], counts[reason], name[:200]] for reason, name in first.items()]
+    return told[:MAX_REASONS]

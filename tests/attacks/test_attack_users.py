@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from awexd_transports.errors import AccessDenied, AwexdError, from_wire
-from tests.attacks.raw import Raw, reader, writer
+from tests.attacks.raw import DONE, Raw, reader, writer
 from tests.daemons import Daemon
 
 NOBODY = 65534
@@ -173,7 +173,7 @@ def test_granted_user_reads_and_does_nothing_else(public: Daemon, foreigner: For
         answer = foreigner.call("read.resolve", step=None, lease_ms=1000, stage=False)
         assert answer["step"] == 1
         foreigner.call("segment.open", ids=[answer["segments"][0][0]])
-        foreigner.call("read.confirm", lease=answer["lease"])
+        foreigner.call("read.confirm", lease=answer["lease"], **DONE)
         for operation in ("drop", "job.close"):
             assert isinstance(foreigner.refused(operation, job="root/j"), AccessDenied)
 

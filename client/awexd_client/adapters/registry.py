@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from awexd_client.adapters.base import Adapter
+from awexd_client.adapters.base import Adapter, EngineWeights
 from awexd_client.adapters.fsdp import FSDPAdapter
 from awexd_client.adapters.hf import HFAdapter
 from awexd_client.adapters.watch import Watch
@@ -30,14 +30,25 @@ def shards_of(target: object, adapter: str | Adapter | None = None) -> list[Shar
         InvalidArgument: nothing understands the target, no adapter of that name (says which there are), two adapters of
             one name, or a tensor that cannot be handed out (by name).
     """
-    if adapter is None:
-        given = _given_shards(target)
-        if given is not None:
-            return given
-        chosen = _choose(target)
-    else:
-        chosen = find(adapter) if isinstance(adapter, str) else _checked(adapter, "the adapter given")
-    return list(chosen.shards(target))
+    chosen = _chosen(target, adapter)
+    return list(chosen) if isinstance(chosen, list) else list(chosen.shards(target))
+
+
+def engine_weights_of(target: object, adapter: str | Adapter | None = None) -> EngineWeights:
+    """As ``shards_of``, for a reader: with what an engine's adapter has its engine load itself."""
+    chosen = _chosen(target, adapter)
+    if isinstance(chosen, list):
+        return EngineWeights(chosen)
+    asked = getattr(chosen, "engine_weights", None)
+    return asked(target) if asked is not None else EngineWeights(list(chosen.shards(target)))
+
+
+def _chosen(target: object, adapter: str | Adapter | None) -> Adapter | list[Shard]:
+    """The adapter, or the target's own items where all are Shards."""
+    if adapter is not None:
+        return find(adapter) if isinstance(adapter, str) else _checked(adapter, "the adapter given")
+    given = _given_shards(target)
+    return _choose(target) if given is None else given
 
 
 def watch(target: object) -> Watch:
