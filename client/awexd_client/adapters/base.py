@@ -64,24 +64,6 @@ class Adapter(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class EngineWeights:
-    """An engine's weights, by the way in which they are applied.
-
-    Attributes:
-        direct: live parameters, written in place: proven plain.
-        aside: whole checkpoint tensors in host buffers of the adapter's own, for what the engine transforms.
-        load: called once every byte of both is in and checked, before the update counts. What it raises fails the
-            update.
-        reasons: checkpoint name to why it is not direct.
-    """
-
-    direct: Sequence[Shard]
-    aside: Sequence[Shard] = ()
-    load: Callable[[], None] | None = None
-    reasons: Mapping[str, str] = field(default_factory=dict)
-
-
 def is_dtensor(tensor: object) -> bool:
     """Whether it is a DTensor; imports nothing (where DTensor's module is not loaded, there is no DTensor)."""
     module = sys.modules.get("torch.distributed.tensor")

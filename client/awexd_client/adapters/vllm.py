@@ -8,7 +8,7 @@ of layerwise reloading (see ``vllm_loading``).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -46,14 +46,12 @@ class VLLMAdapter:
 
     Args:
         vllm_config: vLLM's VllmConfig; None: the current one, as in a worker's own calls.
-        known: names of the checkpoint's tensors, where they are known (see ``Names``).
     """
 
     name = "vllm"
 
-    def __init__(self, vllm_config: Any = None, known: Collection[str] = ()) -> None:
+    def __init__(self, vllm_config: Any = None) -> None:
         self._vllm_config = vllm_config
-        self._known = known
 
     def matches(self, target: object) -> bool:
         modules = (cls.__module__ for cls in type(target).__mro__)
@@ -97,7 +95,7 @@ class VLLMAdapter:
 
     def owners(self, model: Any) -> list[Owner]:
         """The modules that own parameters, in the model's order; a parameter that several share is its first's."""
-        names = Names(model, self._known)
+        names = Names(model, self._config.model_config.model)
         found: list[Owner] = []
         seen: set[int] = set()
         for path, module in model.named_modules():

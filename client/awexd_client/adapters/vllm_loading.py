@@ -77,8 +77,8 @@ def _refreshers(model: Any, loaded: set[int], dtype: torch.dtype) -> Iterator[Ca
     for module in model.modules():
         kinds = class_names(module)
         if "VocabParallelEmbedding" in kinds and hasattr(module, "cpu_linear") and id(module) not in loaded:
-            # On CPUs a head has a packed copy beside its weight, and a tied one has it of the embedding's weight: vLLM's
-            # own reload leaves that one as it was (0.32).
+            # On CPUs a head has a packed copy beside its weight, a tied one of the embedding's, which vLLM's own reload
+            # leaves as it was (0.32).
             yield _bound(module.quant_method.process_weights_after_loading, module)
         if "MLAAttention" in kinds:
             yield _bound(module.process_weights_after_loading, dtype)  # W_UV and W_UK_T, of kv_b_proj

@@ -8,8 +8,12 @@ forwards again: a name that does not lead back to where it came from is never us
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from awexd_transports.errors import InvalidArgument
@@ -31,26 +35,29 @@ class Names:
     """Of one live model.
 
     Attributes:
-        known: names in the checkpoint that the engine was started from, where it can be looked at: they decide where
-            the model's tables take several.
+        source: the checkpoint that the engine was started from, a folder or a name on Hugging Face's hub, if it is
+            known: the names in it decide where the model's tables take several.
     """
 
     model: Any
-    known: Collection[str] = field(default=())
+    source: str | None = None
 
-    def checkpoint_name(self, path: str) -> str:
+    def checkpoint_name(self, path: str, *, stated: bool = False) -> str:
         """What a checkpoint calls the tensor of that dotted path, stacked modules aside.
+
+        Args:
+            stated: the path is a checkpoint's name by the module's own table; the model's mapping has only to agree.
 
         Raises:
             InvalidArgument: the model's mapping leaves none or several.
         """
         path = ".".join(part for part in path.split(".") if part not in _WRAPPERS)
         mapper = self._renames
-        if mapper is None:
+        if mapper is None or (stated and mapper.map_name(path) == path):
             return path
         candidates = [name for name in dict.fromkeys(_inverted(mapper, path)) if mapper.map_name(name) == path]
         if len(candidates) > 1:
-            candidates = [name for name in candidates if name in self.known] or candidates
+            candidates = [name for name in candidates if name in self._on_disk] or candidates
         if len(candidates) != 1:
             raise InvalidArgument(
                 f"{path}: which checkpoint tensor it is does not follow from {type(self.model).__name__}'s"
@@ -85,6 +92,17 @@ class Names:
                     found.setdefault(order, (("." + path)[: -len(new)] + old).lstrip("."))
         return [found[order] for order in sorted(found)] if sorted(found) == list(range(len(found))) else []
 
+    @cached_property
+    def _on_disk(self) -> frozenset[str]:
+        """Names of the source's tensors; none where it is not on this machine, or not in safetensors files."""
+        folder = _folder(self.source) if self.source else None
+        names: set[str] = set()
+        for file in sorted(folder.glob("*.safetensors")) if folder else ():
+            with open(file, "rb") as opened:
+                size = int.from_bytes(opened.read(8), "little")  # the format: a length, then a header in JSON
+                names |= json.loads(opened.read(size)).keys()
+        return frozenset(names)
+
     @property
     def _family(self) -> str:
         return str(getattr(getattr(self.model, "config", None), "model_type", ""))
@@ -103,6 +121,18 @@ class Names:
             mapper = getattr(module, "hf_to_vllm_mapper", None)
             if mapper is not None:
                 yield mapper
+
+
+def _folder(source: str) -> Path | None:
+    if os.path.isdir(source):
+        return Path(source)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(source, local_files_only=True))
+    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError):
+        return None
 
 
 def _inverted(mapper: Any, path: str) -> Iterator[str]:

@@ -175,7 +175,7 @@ def _experts(path: str, module: Any, names: Names) -> Found:
         slot = module._map_global_expert_id_to_local_expert_id(expert)
         if slot < 0:
             continue
-        name = names.checkpoint_name(f"{base}.{member}weight")
+        name = names.checkpoint_name(f"{base}.{member}weight", stated=True)
         key = target.rpartition("experts.")[2] + "weight"
         if shard == "w2":
             columns = (part * size, size, total)

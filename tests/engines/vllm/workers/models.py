@@ -9,16 +9,26 @@ from typing import Any
 
 import torch
 from transformers import (
+    DeepseekV2Config,
     DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    Glm4Config,
+    Glm4MoeConfig,
+    GptOssConfig,
     LlamaConfig,
+    MixtralConfig,
     PretrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
 
 VERSIONS = {"old": 1, "new": 2, "newer": 3}
 """Name to seed."""
+UPDATED = ("llama", "qwen2", "qwen3", "qwen3_tied", "qwen3_moe", "deepseek_v3")
+"""Families made in every version; the others, of which only the layout is looked at, as ``new``."""
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 330,  # no multiple of 64: the engine pads it
@@ -55,7 +65,16 @@ def configs() -> dict[str, PretrainedConfig]:
         "qk_rope_head_dim": 64,
         "v_head_dim": 128,
     }
+    experts = {**_SIZES, **_EXPERTS, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1}
     return {
+        "deepseek_v2": DeepseekV2Config(**{**latent, "q_lora_rank": None, "n_group": 1}, topk_method="greedy"),
+        "gemma2": Gemma2Config(**{**qwen, "tie_word_embeddings": True}),
+        "gemma3": Gemma3TextConfig(**{**qwen, "tie_word_embeddings": True}),
+        "glm4": Glm4Config(**qwen, attention_bias=True),
+        "glm4_moe": Glm4MoeConfig(**{**experts, "head_dim": 32}, use_qk_norm=True, attention_bias=True),
+        "gpt_oss": GptOssConfig(**qwen, num_local_experts=8),
+        "mixtral": MixtralConfig(**_SIZES, num_local_experts=8),
+        "qwen2_moe": Qwen2MoeConfig(**_SIZES, **_EXPERTS, num_experts=8, shared_expert_intermediate_size=64),
         "llama": LlamaConfig(**_SIZES),
         "qwen2": Qwen2Config(**_SIZES),
         "qwen3": Qwen3Config(**qwen),
@@ -70,7 +89,7 @@ def make(folder: Path, family: str, version: str) -> None:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(VERSIONS[version])
-    model = AutoModelForCausalLM.from_config(configs()[family]).to(torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(configs()[family]).to(torch.bfloat16)  # type: ignore[no-untyped-call]
     model.tie_weights()
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -93,7 +112,7 @@ def make(folder: Path, family: str, version: str) -> None:
 def main() -> None:
     folder = Path(sys.argv[1])
     for family in configs():
-        for version in VERSIONS:
+        for version in VERSIONS if family in UPDATED else ["new"]:
             make(folder, family, version)
 
 
