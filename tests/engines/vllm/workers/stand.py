@@ -30,6 +30,7 @@ def join(rank: int, world_size: int, store: Path) -> None:
     """Makes this process one tensor-parallel rank; its peers meet it in the file ``store``."""
     # As vLLM's own worker for CPUs does (vllm/v1/worker/cpu_model_runner.py).
     torch.accelerator.empty_cache = lambda: None
+    os.environ["VLLM_DIST_IDENT"] = str(rank)  # ranks that differ in it talk by gloo, not by shared memory
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
