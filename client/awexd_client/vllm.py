@@ -65,9 +65,10 @@ class _Instance(ABC):
         return self
 
     def stage(self, step: int | None, timeout: float) -> None:
-        """Every worker stages that step's version, or the newest; requests are served on meanwhile, between steps."""
+        """Every worker stages that step's version, or the newest; requests are served on, between two steps of it."""
         deadline = Deadline(timeout)
-        self._start()
+        self._give_up()
+        self._ask("start_weight_update", {}, _QUICK + GRACE)
         info = {"step": step, "timeout": max(deadline.left(), 0.001)}
         self._ask("update_weights", {"update_info": info}, timeout + GRACE)
 
@@ -89,19 +90,12 @@ class _Instance(ABC):
 
     def abandon(self) -> None:
         """Every worker gives up what it has staged; the engine serves on."""
-        with contextlib.suppress(AwexdError):
-            self._start()
-        self._ask("update_weights", {"update_info": {"abandon": True}}, _QUICK + GRACE)
-        self._ask("finish_weight_update", {}, _QUICK + GRACE)
+        self._give_up()
         self._resume(_QUICK)
 
-    def _start(self) -> None:
-        try:
-            self._ask("start_weight_update", {}, _QUICK + GRACE)
-        except AwexdError as error:
-            # An update before has ended in the midst; the next call to the workers gives up what they have.
-            if "already" not in str(error):
-                raise
+    def _give_up(self) -> None:
+        """Ends an update that is under way: ``start_weight_update`` in the midst of one fails on every worker."""
+        self._ask("init_weight_transfer_engine", {"init_info": {"abandon": True}}, _QUICK + GRACE)
 
     @abstractmethod
     def _ask(self, operation: str, body: dict[str, Any], timeout: float) -> None:

@@ -4,14 +4,15 @@ vLLM calls all workers and waits for all between two calls, so a version is stag
 (``update_weights``) before one touches a byte (``finish_weight_update``). What one worker could not do, no one does:
 they tell each other after each call.
 
-With more than one worker an exception must not leave any but the last: vLLM's executor reads the workers' answers in
-order and stops at the first that failed (vllm/v1/executor/multiproc_executor.py, 0.32), so that what the later ones
-answered would be taken for the answers to its next call. There a failure to stage is kept until
-``finish_weight_update``, which the last worker fails; the daemon knows of it at once.
+Only the last worker lets an exception out. vLLM's executor reads the workers' answers in order and stops at the first
+that failed (vllm/v1/executor/multiproc_executor.py, 0.32 and 0.33), so that what the later ones answered would be taken
+for the answers to its next call, and every call after that for another's. For the same reason a failure ends the update
+on every worker: the next start would else be refused by some.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,7 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
         socket: of the daemon; None: ``$AWEXD_SOCKET``, else the default.
         verify: as of WorkerWeightsReader.
         timeout: seconds to connect and to register.
+        abandon: change nothing of that, and give up the update that is under way, if one is. Possible at any time.
     """
 
     job: str = ""
@@ -45,6 +47,7 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     socket: str | None = None
     verify: str = "checksum"
     timeout: float = DEFAULT_TIMEOUT
+    abandon: bool = False
 
 
 @dataclass
@@ -54,12 +57,10 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     Attributes:
         step: None: the newest.
         timeout: seconds for staging, a version's arrival included, and again for applying it.
-        abandon: stage nothing, and give up what is staged.
     """
 
     step: int | None = None
     timeout: float = DEFAULT_TIMEOUT
-    abandon: bool = False
 
 
 class AwexdWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
@@ -71,80 +72,76 @@ class AwexdWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
 
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
         super().__init__(config, vllm_config, device, model)
+        self._worker = _worker_that_makes_this()
         self._reader: WorkerWeightsReader | None = None
         self._staged: Staged | None = None
         self._timeout = DEFAULT_TIMEOUT
-        self._failure: str | None = None
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
-        """As vLLM's, but that the error is raised where it may be: in ``init_transfer_engine``."""
+        """Nothing yet: what is wrong with it is raised where it may be, in ``init_transfer_engine``."""
         return init_dict
 
     def init_transfer_engine(self, init_info: Any) -> None:
-        """Connects to the daemon and registers this worker's tensors; again, if they are registered already."""
+        """Connects to the daemon and registers this worker's tensors; again, if they are registered already.
+
+        Raises:
+            AwexdError: some worker could not, on the last one.
+        """
+        self._end_update()
         failure = None
         try:
             info = super().parse_init_info(init_info) if isinstance(init_info, dict) else init_info
-            self._connect(info)
+            if not info.abandon:
+                self._connect(info)
         except Exception as error:  # noqa: BLE001 - told to all workers, and raised by the one that may
             failure = _said(error)
-        self._settle([failure])
+        self._settle(failure)
 
     def start_weight_update(self) -> None:
-        """What an update before has left is given up."""
+        """What an update before may have left is given up."""
         self._give_up()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Stages a version on every worker, or on none; touches no live tensor."""
+        """Stages a version on every worker, or on none; touches no live tensor.
+
+        Raises:
+            AwexdError: some worker could not, on the last one.
+        """
         failure = None
         try:
             self.receive_weights(self.parse_update_info(update_info))
         except Exception as error:  # noqa: BLE001 - told to all workers, and raised by the one that may
             failure = _said(error)
-        failures = [said for said in self._told_by_all(failure) if said]
-        if not failures:
-            return
-        self._give_up()
-        self._failure = failures[0]
-        if self._alone:
-            self._settle([self._failure])
+        self._settle(failure)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
+        """This worker's part of it."""
         self._give_up()
-        if update_info.abandon:
-            return
-        reader = self._connected()
-        try:
-            self._staged = reader.stage(update_info.step, update_info.timeout)
-        except AwexdError:
-            raise
-        except Exception as error:
-            reader.fail(error)
-            raise
+        self._staged = self._connected().stage(update_info.step, update_info.timeout)
         self._timeout = update_info.timeout
 
     def finish_weight_update(self) -> None:
-        """Applies what is staged on every worker; nothing, where one of them failed to stage.
+        """Applies what is staged, on every worker.
 
         Raises:
             AwexdError: some worker could not, on the last one; what the live tensors hold now, ``status`` tells.
         """
-        failure, self._failure = self._failure, None
-        staged, self._staged = self._staged, None
-        version = (staged.epoch, staged.step) if staged else None
-        told = self._told_by_all((version, failure))
-        failures = [said for _, said in told if said]
-        if not failures and len({at for at, _ in told}) > 1:
-            failures = [f"the workers have staged different versions: {[at for at, _ in told]}"]
-        if staged is not None and not failures:
-            failures = [self._apply(staged)]
-        elif staged is not None:
-            self._connected().release(staged)
-        self._settle(failures)
+        staged = self._staged
+        versions = self._told_by_all((staged.epoch, staged.step) if staged else None)
+        if staged is None or len(set(versions)) > 1:
+            self._settle(f"the workers have not staged one version: {versions}")
+            return
+        self._staged = None
+        failure = None
+        try:
+            self._connected().apply(staged, self._timeout)
+        except Exception as error:  # noqa: BLE001 - told to all workers, and raised by the one that may
+            failure = _said(error)
+        self._settle(failure)
 
     def shutdown(self) -> None:
         """Ends this worker's session; the weights stay as they are. ``init_transfer_engine`` may begin another."""
-        reader, self._reader, self._staged, self._failure = self._reader, None, None, None
+        reader, self._reader, self._staged = self._reader, None, None
         if reader is not None:
             reader.close()
 
@@ -182,31 +179,28 @@ class AwexdWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
             raise InvalidArgument("init_weight_transfer_engine with {'job': ...} comes first")
         return self._reader
 
-    def _apply(self, staged: Staged) -> str | None:
-        try:
-            self._connected().apply(staged, self._timeout)
-        except Exception as error:  # noqa: BLE001 - told to all workers, and raised by the one that may
-            return _said(error)
-        return None
-
     def _give_up(self) -> None:
-        staged, self._staged, self._failure = self._staged, None, None
+        staged, self._staged = self._staged, None
         if staged is not None and self._reader is not None:
             self._reader.release(staged)
 
-    @property
-    def _alone(self) -> bool:
-        return bool(self.parallel_config.world_size == 1)
+    def _end_update(self) -> None:
+        """This worker is in no update any more; vLLM itself ends it only where an exception was let out."""
+        self._give_up()
+        self._worker._weight_update_active = False
 
-    def _settle(self, failures: list[str | None]) -> None:
-        """Raises what any worker failed of, where that can be raised.
+    def _settle(self, failure: str | None) -> None:
+        """Ends the update everywhere if it failed anywhere. All workers must call it.
 
         Raises:
-            AwexdError
+            AwexdError: it failed; on the last worker.
         """
-        failed = [said for told in self._told_by_all(failures) for said in told if said]
-        if failed and self.parallel_config.rank == self.parallel_config.world_size - 1:
-            raise AwexdError(failed[0])
+        failures = [said for said in self._told_by_all(failure) if said]
+        if not failures:
+            return
+        self._end_update()
+        if self.parallel_config.rank == self.parallel_config.world_size - 1:
+            raise AwexdError(failures[0])
 
     def _told_by_all(self, mine: Any) -> list[Any]:
         """What each worker of the replica says, in rank order. All must call it."""
@@ -225,3 +219,18 @@ class AwexdWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
 def _said(error: BaseException) -> str:
     text = str(error)
     return text if isinstance(error, AwexdError) else f"{type(error).__name__}: {text}"
+
+
+def _worker_that_makes_this() -> Any:
+    """vLLM's worker whose call this is: it does not say to its back end who it is.
+
+    Raises:
+        InvalidArgument: it is not there, or not the one that is known.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if hasattr(caller, "_weight_update_active"):
+            return caller
+        frame = frame.f_back
+    raise InvalidArgument("this version of vLLM keeps its updates in another way than awexd knows (0.32 and 0.33)")

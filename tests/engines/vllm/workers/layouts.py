@@ -1,7 +1,7 @@
 """One rank of a model that vLLM has loaded and not yet transformed: is every element where its rule says?
 
-``python layouts.py '{...}'`` prints a line of JSON: for each family the live tensors that differ from the checkpoint's,
-how many elements no rule accounts for, and what was refused.
+``python layouts.py '{...}'`` prints a line of JSON: for each case and family the live tensors that differ from the
+checkpoint's, how many elements no rule accounts for, and what was refused.
 """
 
 from __future__ import annotations
@@ -24,17 +24,23 @@ def main() -> None:
     task = json.loads(sys.argv[1])
     stand.without_prepacking()
     stand.join(task["rank"], task["world_size"], Path(task["store"]))
-    options = {"enable_expert_parallel": True} if task["expert_parallel"] else {}
-    report = {}
-    for family in task["families"]:
-        folder = Path(task["models"]) / family / "new"
-        config = stand.configure(folder, task["world_size"], **options)
-        model = stand.load(config, transform=False)
-        try:
-            report[family] = _checked(model, config, folder)
-        except InvalidArgument as error:
-            report[family] = {"refused": str(error)}
+    models = Path(task["models"])
+    report = {
+        case: {
+            family: _look(models / family / "new", task["world_size"], each["options"]) for family in each["families"]
+        }
+        for case, each in task["cases"].items()
+    }
     sys.stdout.write("\n" + json.dumps(report) + "\n")
+
+
+def _look(folder: Path, world_size: int, options: dict[str, Any]) -> dict[str, Any]:
+    config = stand.configure(folder, world_size, **options)
+    model = stand.load(config, transform=False)
+    try:
+        return _checked(model, config, folder)
+    except InvalidArgument as error:
+        return {"refused": str(error)}
 
 
 def _checked(model: Any, config: Any, folder: Path) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def configs() -> dict[str, PretrainedConfig]:
         "deepseek_v2": DeepseekV2Config(**{**latent, "q_lora_rank": None, "n_group": 1}, topk_method="greedy"),
         "gemma2": Gemma2Config(**{**qwen, "tie_word_embeddings": True}),
         "gemma3": Gemma3TextConfig(**{**qwen, "tie_word_embeddings": True}),
-        "glm4": Glm4Config(**qwen, attention_bias=True),
+        "glm4": Glm4Config(**{**qwen, "num_key_value_heads": 1}, attention_bias=True),
         "glm4_moe": Glm4MoeConfig(**{**experts, "head_dim": 32}, use_qk_norm=True, attention_bias=True),
         "gpt_oss": GptOssConfig(**qwen, num_local_experts=8),
         "mixtral": MixtralConfig(**_SIZES, num_local_experts=8),
@@ -101,12 +101,24 @@ def make(folder: Path, family: str, version: str) -> None:
                 owner.e_score_correction_bias = torch.rand(tensor.shape) * 0.1
     path = folder / family / version
     model.save_pretrained(path)
+    _tokenizer(path)
     if family == "deepseek_v3":
         # What DeepSeek's own files say and vLLM looks for; transformers does not write it.
         file = path / "config.json"
         config = json.loads(file.read_text())
         config |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "num_nextn_predict_layers": 0}
         file.write_text(json.dumps(config, indent=1))
+
+
+def _tokenizer(path: Path) -> None:
+    """One token a number: a server wants a tokenizer, whatever it is asked."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = {str(token): token for token in range(_SIZES["vocab_size"])}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="0", pad_token="0").save_pretrained(path)
 
 
 def main() -> None:

@@ -67,8 +67,9 @@ def _updated(task: Task, family: str) -> Report:
     model = stand.load(config)
     report = Report(changed=len(stand.differences(wanted["old"], wanted["new"])))
     with contextlib.ExitStack() as stack:
-        writer = stack.enter_context(WeightWriter(family, task.rank, task.world_size, task.socket))
-        reader = stack.enter_context(WorkerWeightsReader(family, "e", task.rank, task.world_size, task.socket))
+        job = f"{family}-{task.world_size}"
+        writer = stack.enter_context(WeightWriter(job, task.rank, task.world_size, task.socket))
+        reader = stack.enter_context(WorkerWeightsReader(job, "e", task.rank, task.world_size, task.socket))
         held = _part(folder / ROUNDS[0], task)
         writer.register(list(held.values()))
         adapter = VLLMAdapter(config)
