@@ -28,6 +28,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         from awexd.bench.command import main as bench
 
         return bench(arguments)
+    if arguments.command == "verify":
+        from awexd.verifying import main as verify
+
+        return verify(arguments)
+    if arguments.command == "plan":
+        from awexd.dryrun.command import main as plan
+
+        return plan(arguments)
     if arguments.command == "events":
         return _follow(arguments)
     operation, names, show = _COMMANDS[arguments.command]
@@ -77,6 +85,16 @@ def _parser() -> argparse.ArgumentParser:
     events.add_argument(
         "--follow", action="store_true", help="go on with what happens from now; --json: one object a line"
     )
+    help_text = "compare a held version with a checkpoint on disk, tensor by tensor; exits with 1 where any differs"
+    from awexd import verifying
+
+    verifying.add_arguments(commands.add_parser("verify", help=help_text, description=help_text, parents=[common]))
+    help_text = (
+        "dry run without GPUs: does a trainer fit an engine, who sends whom how much; exits with 1 where it does not"
+    )
+    from awexd import dryrun
+
+    dryrun.add_arguments(commands.add_parser("plan", help=help_text, description=help_text, parents=[common]))
     help_text = "measure this machine's limits and awexd against them; starts a daemon where none runs"
     from awexd.bench import add_arguments
 

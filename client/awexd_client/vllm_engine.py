@@ -26,7 +26,13 @@ from awexd_client.adapters.vllm import VLLMAdapter
 from awexd_client.endpoint import DEFAULT_TIMEOUT
 from awexd_client.reader import WorkerWeightsReader
 from awexd_client.updates import Staged
-from awexd_transports.errors import AwexdError, InvalidArgument
+from awexd_transports.errors import (
+    AwexdError,
+    DeadlineExceeded,
+    EpochChanged,
+    InvalidArgument,
+    VersionUnavailable,
+)
 
 
 @dataclass
@@ -117,7 +123,12 @@ class AwexdWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """This worker's part of it."""
         self._give_up()
-        self._staged = self._connected().stage(update_info.step, update_info.timeout)
+        reader = self._connected()
+        try:
+            self._staged = reader.stage(update_info.step, update_info.timeout)
+        except (DeadlineExceeded, EpochChanged, InvalidArgument, VersionUnavailable) as error:
+            reader.fail(error)  # it may have come to no lease, whose end would have told the daemon
+            raise
         self._timeout = update_info.timeout
 
     def finish_weight_update(self) -> None:

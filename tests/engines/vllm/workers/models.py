@@ -118,7 +118,9 @@ def _tokenizer(path: Path) -> None:
 
     words = {str(token): token for token in range(_SIZES["vocab_size"])}
     tokenizer = Tokenizer(WordLevel(words, unk_token="0"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="0", pad_token="0").save_pretrained(path)
+    PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer, eos_token="0", pad_token="0"
+    ).save_pretrained(path)
 
 
 def main() -> None:
