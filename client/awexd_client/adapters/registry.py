@@ -9,25 +9,21 @@ from typing import Any
 from awexd_client.adapters.base import Adapter, EngineWeights
 from awexd_client.adapters.fsdp import FSDPAdapter
 from awexd_client.adapters.hf import HFAdapter
-<<<<<<< HEAD
-from awexd_client.adapters.vllm import VLLMAdapter
-=======
 from awexd_client.adapters.megatron import MegatronAdapter
->>>>>>> main
+from awexd_client.adapters.vllm import VLLMAdapter
 from awexd_client.adapters.watch import Watch
 from awexd_transports.errors import InvalidArgument
 from awexd_transports.layout import Shard
 
 GROUP = "awexd.adapters"
-<<<<<<< HEAD
-BUILT_IN: dict[str, type[Adapter]] = {"vllm": VLLMAdapter, "fsdp": FSDPAdapter, "hf": HFAdapter}
-"""In the order in which they are asked: engines' take their own models, FSDPAdapter only what has DTensors, HFAdapter
-any module or mapping."""
-=======
-BUILT_IN: dict[str, type[Adapter]] = {"megatron": MegatronAdapter, "fsdp": FSDPAdapter, "hf": HFAdapter}
-"""In the order in which they are asked; MegatronAdapter takes only Megatron-Core's models, FSDPAdapter only what has
-DTensors, HFAdapter any module or mapping."""
->>>>>>> main
+BUILT_IN: dict[str, type[Adapter]] = {
+    "megatron": MegatronAdapter,
+    "vllm": VLLMAdapter,
+    "fsdp": FSDPAdapter,
+    "hf": HFAdapter,
+}
+"""In the order in which they are asked; MegatronAdapter and VLLMAdapter take only models of theirs, FSDPAdapter only
+what has DTensors, HFAdapter any module or mapping."""
 
 
 def shards_of(target: object, adapter: str | Adapter | None = None) -> list[Shard]:
