@@ -10,14 +10,20 @@ from awexd_client.adapters.base import Adapter, EngineWeights
 from awexd_client.adapters.fsdp import FSDPAdapter
 from awexd_client.adapters.hf import HFAdapter
 from awexd_client.adapters.megatron import MegatronAdapter
+from awexd_client.adapters.vllm import VLLMAdapter
 from awexd_client.adapters.watch import Watch
 from awexd_transports.errors import InvalidArgument
 from awexd_transports.layout import Shard
 
 GROUP = "awexd.adapters"
-BUILT_IN: dict[str, type[Adapter]] = {"megatron": MegatronAdapter, "fsdp": FSDPAdapter, "hf": HFAdapter}
-"""In the order in which they are asked; MegatronAdapter takes only Megatron-Core's models, FSDPAdapter only what has
-DTensors, HFAdapter any module or mapping."""
+BUILT_IN: dict[str, type[Adapter]] = {
+    "megatron": MegatronAdapter,
+    "vllm": VLLMAdapter,
+    "fsdp": FSDPAdapter,
+    "hf": HFAdapter,
+}
+"""In the order in which they are asked; MegatronAdapter and VLLMAdapter take only models of theirs, FSDPAdapter only
+what has DTensors, HFAdapter any module or mapping."""
 
 
 def shards_of(target: object, adapter: str | Adapter | None = None) -> list[Shard]:
