@@ -114,8 +114,9 @@ def test_plug_in_is_found_by_name_and_by_target(tmp_path: Path, monkeypatch: pyt
 
 def test_entry_points_of_the_project_are_where_the_adapters_are() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    found = {name: f"{cls.__module__}:{cls.__qualname__}" for name, cls in BUILT_IN.items()}
-    assert project["entry-points"]["awexd.adapters"] == found
+    points = project["entry-points"]["awexd.adapters"]
+    places = {name: f"{cls.__module__}:{cls.__qualname__}" for name, cls in BUILT_IN.items()}
+    assert points == {name: places[name] for name in points}
 
 
 def test_our_own_entry_points_are_no_duplicates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
