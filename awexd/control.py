@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import Any
 
@@ -11,8 +10,6 @@ from awexd.service import Call, Reply, Service
 from awexd.store import Version
 from awexd.store.model import Job
 from awexd_transports.errors import AccessDenied, VersionUnavailable
-
-_log = logging.getLogger(__name__)
 
 
 class Control:
@@ -35,7 +32,7 @@ class Control:
     async def _job_close(self, call: Call) -> Reply:
         job = self._controlled(call, missing_ok=True)
         if job is not None:
-            self._service.close_job(job)
+            self._service.close_job(job, f"by uid {call.peer.uid}")
             self._service.settle()
             await self._service.background.threads_done()  # answered when the memory is gone
         return Reply({"closed": job is not None})
@@ -55,7 +52,7 @@ class Control:
         reply = await self._withdraw(job, self._store.drop(job, step), call.peer.uid)
         deserted = job.idle_since is not None and self._store.jobs.get(job.name) is job
         if step is None and deserted:
-            self._service.close_job(job)  # nothing is left of it
+            self._service.close_job(job, "nothing is left of it")
         return reply
 
     async def _rollback(self, call: Call) -> Reply:
@@ -92,5 +89,6 @@ class Control:
         self._service.settle()
         await self._service.records.save(job)
         await self._service.background.threads_done()
-        _log.info("job %s: %d versions withdrawn by uid %d", job.name, len(versions), uid)
+        gone = ", ".join(map(str, versions)) or "nothing"
+        self._service.note("withdrawn", job.name, f"{gone} withdrawn by uid {uid}")
         return Reply({"withdrawn": [list(v.key) for v in versions], "held": [list(v.key) for v in job.held()]})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -11,9 +12,11 @@ from typing import Any
 import orjson
 
 from awexd import __version__
-from awexd_transports.errors import AwexdError
+from awexd_transports.errors import AwexdError, DeadlineExceeded
 
 TIMEOUT_SECONDS = 30.0
+FOLLOW_SECONDS = 3600.0
+"""One request that waits for events; then another."""
 
 Answer = dict[str, Any]
 Show = Callable[[Answer], list[str]]
@@ -22,10 +25,30 @@ Show = Callable[[Answer], list[str]]
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0, or 1 on any failure."""
     arguments = _parser().parse_args(argv)
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read it has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code
+
+
+def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "bench":
         from awexd.bench.command import main as bench
 
         return bench(arguments)
+    if arguments.command == "verify":
+        from awexd.verifying import main as verify
+
+        return verify(arguments)
+    if arguments.command == "plan":
+        from awexd.dryrun.command import main as plan
+
+        return plan(arguments)
+    if arguments.command == "events":
+        return _follow(arguments)
     operation, names, show = _COMMANDS[arguments.command]
     given = {name: getattr(arguments, name) for name in names}
     try:
@@ -67,11 +90,63 @@ def _parser() -> argparse.ArgumentParser:
                 required=name == "rollback",
                 help="the step to go back to" if name == "rollback" else "only this step's version (default: all)",
             )
+    help_text = "what happened to jobs, oldest first; the last few thousand things are remembered"
+    events = commands.add_parser("events", help=help_text, description=help_text, parents=[common])
+    events.add_argument("--job", help="only this job's (OWNER/NAME, or NAME for your own)")
+    events.add_argument(
+        "--follow", action="store_true", help="go on with what happens from now; --json: one object a line"
+    )
+    help_text = "compare a held version with a checkpoint on disk, tensor by tensor; exits with 1 where any differs"
+    from awexd import verifying
+
+    verifying.add_arguments(commands.add_parser("verify", help=help_text, description=help_text, parents=[common]))
+    help_text = (
+        "dry run without GPUs: does a trainer fit an engine, who sends whom how much; exits with 1 where it does not"
+    )
+    from awexd import dryrun
+
+    dryrun.add_arguments(commands.add_parser("plan", help=help_text, description=help_text, parents=[common]))
     help_text = "measure this machine's limits and awexd against them; starts a daemon where none runs"
     from awexd.bench import add_arguments
 
     add_arguments(commands.add_parser("bench", help=help_text, description=help_text, parents=[common]))
     return parser
+
+
+def _follow(arguments: argparse.Namespace) -> int:
+    """Prints events; with ``--follow`` until it is interrupted or the daemon goes away."""
+    from awexd_client.session import Connection, socket_path
+
+    after = None
+    try:
+        connection = Connection(socket_path(arguments.socket))
+        while after is None or arguments.follow:
+            given = {"job": arguments.job, "after": after}
+            try:
+                answer = connection.call("events", given, timeout=FOLLOW_SECONDS if after else arguments.timeout)[0]
+            except DeadlineExceeded:
+                if after is None:
+                    raise
+                continue
+            after = answer["last"]
+            _print_events(answer["events"], arguments)
+        connection.goodbye()
+    except KeyboardInterrupt:
+        return 0
+    except AwexdError as error:
+        print(f"awexctl events: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _print_events(events: list[Answer], arguments: argparse.Namespace) -> None:
+    if arguments.json and not arguments.follow:
+        print(orjson.dumps({"events": events}, option=orjson.OPT_INDENT_2).decode())
+        return
+    for event in events:
+        moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["at"]))
+        line = orjson.dumps(event).decode() if arguments.json else f"{moment}  {event['job']}  {event['text']}"
+        print(line, flush=True)
 
 
 def _ask(socket: str | None, operation: str, arguments: Answer, timeout: float) -> Answer:
@@ -111,7 +186,18 @@ def _status(answer: Answer) -> list[str]:
                 for worker in engine["workers"]
             )
             lines.append(f"  engine {engine['engine']} ({engine['world_size']} workers): {workers}")
+            for worker in engine["workers"]:
+                lines += [f"    rank {worker['rank']} {text}" for text in _told_of(worker)]
     return lines
+
+
+def _told_of(worker: Answer) -> list[str]:
+    """What else there is to say of a worker."""
+    told = [f"failed: {worker['failure']['message']}"] if worker["failure"] else []
+    if worker["staged"]:
+        told.append(f"has staged {worker['staged'][0]}.{worker['staged'][1]}")
+    told += [f"loads {count} tensors itself (first {name}): {why}" for why, count, name in worker["aside"]]
+    return told
 
 
 def _versions(answer: Answer) -> list[str]:

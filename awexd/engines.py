@@ -8,10 +8,9 @@ import time
 from awexd import access
 from awexd.service import Call, Reply, Service
 from awexd.store import Wait
+from awexd.store.model import Failure, Result
 from awexd_transports.layout import digest_of
 from awexd_transports.segment import HEADER_BYTES
-
-_log = logging.getLogger(__name__)
 
 
 class Engines:
@@ -59,9 +58,11 @@ class Engines:
                 version=tuple(arguments["version"]) if arguments["version"] else None,
                 updates=arguments["updates"],
             )
-        peer, rank, size = call.peer, arguments["rank"], arguments["world_size"]
-        _log.info("job %s: engine %s rank %d of %d registered (process %d)", name, engine, rank, size, peer.pid)
-        return Reply({"job": name, "epoch": job.epoch, "updates": self._store.worker_of(call.session)[1].round})
+        worker = self._store.worker_of(call.session)[1]
+        worker.aside = arguments["aside"] or []
+        who = f"engine {engine} rank {worker.rank} of {arguments['world_size']} (process {call.peer.pid})"
+        self._service.note("joined", name, f"{who} registered")
+        return Reply({"job": name, "epoch": job.epoch, "updates": worker.round})
 
     def _siblings(self, call: Call) -> Reply | Wait:
         digests = self._store.siblings(call.session)
@@ -78,6 +79,7 @@ class Engines:
         if isinstance(resolved, Wait):
             return resolved
         version, lease = resolved
+        worker.failure = worker.failure if stage else None
         segments = [job.segments[segment_id] for segment_id in version.segments]
         body = {
             "epoch": version.key[0],
@@ -91,11 +93,22 @@ class Engines:
         return Reply(body)
 
     def _confirm(self, call: Call) -> Reply:
-        epoch, step = self._store.confirm(call.session, call.arguments["lease"], time.monotonic())
-        return Reply({"epoch": epoch, "step": step, "updates": self._store.worker_of(call.session)[1].round})
+        _, worker = self._store.worker_of(call.session)
+        try:
+            epoch, step = self._store.confirm(call.session, call.arguments["lease"], time.monotonic())
+        finally:
+            if worker.version:
+                worker.result = Result(*(call.arguments[field] for field in Result._fields))
+        return Reply({"epoch": epoch, "step": step, "updates": worker.round})
 
     def _release(self, call: Call) -> Reply:
         self._store.release(call.session, call.arguments["lease"], call.arguments["dirty"])
+        if call.arguments["error"]:
+            job, worker = self._store.worker_of(call.session)
+            worker.failure = Failure(*call.arguments["error"])
+            state = "which is dirty now" if call.arguments["dirty"] else "which was not touched"
+            text = f"engine {worker.engine} rank {worker.rank}, {state}: {worker.failure.message}"
+            self._service.note("failed", job.name, text, logging.WARNING)
         return Reply({})
 
     def _wait(self, call: Call) -> Reply | Wait:

@@ -31,6 +31,8 @@ MAX_DEADLINE_MS = 24 * 3600 * 1000
 MAX_WORLD_SIZE = 4096
 MAX_KEEP = 16
 MAX_STEP = 1 << 53
+MAX_REASONS = 64
+"""Kinds of reasons why an engine loads tensors itself that a worker tells."""
 
 Message = dict[str, Any]
 
@@ -201,11 +203,26 @@ def _boolean(value: Any) -> bool:
     return isinstance(value, bool)
 
 
+def _sentence(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= 4096
+
+
+def _failure(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and _text(value[0]) and _sentence(value[1])
+
+
+def _reasons(value: Any) -> bool:
+    return isinstance(value, list) and len(value) <= MAX_REASONS and all(map(_reason, value))
+
+
+def _reason(value: Any) -> bool:
+    return isinstance(value, list) and [type(item) for item in value] == [str, int, str] and len(str(value)) <= 1024
+
+
 def _optional(check: Check) -> Check:
     return lambda value: value is None or check(value)
 
 
-_DIGEST = re.compile("[0-9a-f]{64}")
 _STEP = _whole(0, MAX_STEP)
 _DEADLINE = _whole(0, MAX_DEADLINE_MS)
 _ATTEMPT = _whole(1, MAX_STEP)
@@ -231,7 +248,7 @@ OPERATIONS: dict[str, dict[str, Check]] = {
     "write.abort": {
         **_ATTEMPTED,
         "attempt": _optional(_ATTEMPT),
-        "reason": lambda value: isinstance(value, str) and len(value) <= 4096,
+        "reason": _sentence,
     },
     "write.committed": _ATTEMPTED,
     # an inference process
@@ -243,12 +260,14 @@ OPERATIONS: dict[str, dict[str, Check]] = {
         "digest": _digest,
         "version": _optional(_version),
         "updates": _optional(_STEP),
+        "aside": _optional(_reasons),
     },
     "read.siblings": {},
     "read.resolve": {"step": _optional(_STEP), "lease_ms": _whole(1, MAX_DEADLINE_MS), "stage": _boolean},
-    "read.confirm": {"lease": _text},
-    "read.release": {"lease": _text, "dirty": _boolean},
+    "read.confirm": {"lease": _text, "nbytes": _STEP, "stage_us": _STEP, "pause_us": _STEP},
+    "read.release": {"lease": _optional(_text), "dirty": _boolean, "error": _optional(_failure)},
     "read.wait": {"step": _STEP},
+    "read.engine": {"job": _text, "engine": _text},
     # both
     "segment.open": {"ids": _ids},
     "segment.closed": {"ids": _ids},
@@ -259,6 +278,8 @@ OPERATIONS: dict[str, dict[str, Check]] = {
     "status": {},
     "versions": {"job": _optional(_text)},
     "sessions": {},
+    "manifests": {"job": _text},
+    "events": {"job": _optional(_text), "after": _optional(_STEP)},
     "drop": {"job": _text, "step": _optional(_STEP)},
     "rollback": {"job": _text, "step": _STEP},
     "gc": {},

@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from awexd import __version__, access
-from awexd.service import Call, Reply, Service
-from awexd.store.model import Engine, Job, SegmentState
+from awexd.service import EVENTS, Call, Reply, Service
+from awexd.store import Wait
+from awexd.store.model import Engine, Job, SegmentState, Worker, Writer
 from awexd_transports.errors import VersionUnavailable
+
+MAX_EVENTS = 1000
+"""Events in one answer; a frame has its limit."""
 
 
 class Report:
@@ -20,6 +25,7 @@ class Report:
         self._service = service
         self._started = time.time()
         service.add({"status": self._status, "versions": self._versions, "sessions": self._sessions})
+        service.add({"events": self._events, "read.engine": self._one_engine, "manifests": self._manifests})
 
     def _status(self, call: Call) -> Reply:
         memory, store = self._service.memory, self._service.store
@@ -37,7 +43,7 @@ class Report:
                     "lock_problem": memory.lock_problem,
                 },
                 "sessions": len(store.sessions),
-                "jobs": [_job(job) for job in self._visible(call)],
+                "jobs": [self._job(job) for job in self._visible(call)],
             }
         )
 
@@ -89,9 +95,68 @@ class Report:
             rows.append(row)
         return Reply({"sessions": rows})
 
+    def _manifests(self, call: Call) -> Reply:
+        """What a job's ranks and engines have registered; without a trainer, the newest version's segments."""
+        name = access.qualify(call.arguments["job"], call.peer)
+        job = self._service.store.jobs.get(name)
+        access.check_read(name, job, call.peer)
+        if job is None:
+            raise VersionUnavailable(f"no job {name} here")
+        writers = _registered(job.writers.values())
+        segments = list(job.held()[0].digests) if not writers and job.held() else []
+        engines = [
+            {"engine": engine.name, "world_size": engine.world_size, "workers": _registered(engine.workers.values())}
+            for engine in job.engines.values()
+            if engine.workers
+        ]
+        workers = [worker for engine in job.engines.values() for worker in engine.workers.values()]
+        ranks = [*writers, *_registered(workers)]
+        index, fd = self._service.shelf.bundle([*(digest for _, digest in ranks), *segments])
+        body = {"job": name, "world_size": job.world_size, "writers": writers, "segments": segments}
+        return Reply(body | {"engines": engines, "bodies": index}, [fd])
+
+    def _events(self, call: Call) -> Reply | Wait:
+        """Those after a number, once there are any; without one, all that are remembered."""
+        events, after = self._service.events, call.arguments["after"]
+        wanted = call.arguments["job"]
+        name = access.qualify(wanted, call.peer) if wanted else None
+        jobs = self._service.store.jobs
+        found = [
+            event
+            for event in events.after(min(after or 0, events.last))
+            if name in (None, event["job"]) and access.may_read(event["job"], jobs.get(event["job"]), call.peer)
+        ]
+        if after is not None and not found:
+            return Wait(EVENTS, lambda: "something to happen")
+        return Reply({"events": found[-MAX_EVENTS:], "last": events.last})
+
+    def _job(self, job: Job) -> dict[str, Any]:
+        return _job(job) | {"engines": [self._engine(engine) for engine in job.engines.values()]}
+
+    def _one_engine(self, call: Call) -> Reply:
+        """For whoever drives an engine's workers: what each of them has come to."""
+        name = access.qualify(call.arguments["job"], call.peer)
+        job = self._service.store.jobs.get(name)
+        access.check_read(name, job, call.peer)
+        engine = job.engines.get(call.arguments["engine"]) if job else None
+        if engine is None:
+            raise VersionUnavailable(f"{name}: no worker of engine {call.arguments['engine']} has registered")
+        return Reply(self._engine(engine))
+
+    def _engine(self, engine: Engine) -> dict[str, Any]:
+        workers = [
+            _worker(worker) | {"staged": self._service.store.staged(worker)}
+            for _, worker in sorted(engine.workers.items())
+        ]
+        return {"engine": engine.name, "world_size": engine.world_size, "workers": workers}
+
     def _visible(self, call: Call) -> list[Job]:
         jobs = self._service.store.jobs
         return [jobs[name] for name in sorted(jobs) if access.may_read(name, jobs[name], call.peer)]
+
+
+def _registered(ranks: Iterable[Writer | Worker]) -> list[tuple[int, str]]:
+    return sorted((one.rank, one.digest) for one in ranks)
 
 
 def _job(job: Job) -> dict[str, Any]:
@@ -111,7 +176,6 @@ def _job(job: Job) -> dict[str, Any]:
         "segments": _segments(job),
         "bytes": sum(segment.nbytes for segment in job.segments.values()),
         "locked": all(segment.locked for segment in job.segments.values()),
-        "engines": [_engine(engine) for engine in job.engines.values()],
     }
 
 
@@ -122,17 +186,13 @@ def _segments(job: Job) -> dict[str, int]:
     return {state.value: states[state] for state in SegmentState if state is not SegmentState.GRANTED}
 
 
-def _engine(engine: Engine) -> dict[str, Any]:
+def _worker(worker: Worker) -> dict[str, Any]:
     return {
-        "engine": engine.name,
-        "world_size": engine.world_size,
-        "workers": [
-            {
-                "rank": rank,
-                "pid": worker.pid,
-                "state": worker.state,
-                "version": list(worker.version) if worker.version else None,
-            }
-            for rank, worker in sorted(engine.workers.items())
-        ],
+        "rank": worker.rank,
+        "pid": worker.pid,
+        "state": worker.state,
+        "version": list(worker.version) if worker.version else None,
+        "result": worker.result._asdict() if worker.result else None,
+        "failure": worker.failure._asdict() if worker.failure else None,
+        "aside": worker.aside,
     }

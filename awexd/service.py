@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Union
 from awexd.access import Peer
 from awexd.background import Background, Signals
 from awexd.config import Settings
+from awexd.events import Events
 from awexd.journal import Journal
 from awexd.memory import Memory
 from awexd.records import Records
@@ -33,6 +34,8 @@ from awexd_transports.errors import (
 Arguments = dict[str, Any]
 LAST_LOOK_SECONDS = 0.01
 """Between a lease's time and its end: at least one pass of the loop over all sockets."""
+EVENTS = "events"
+"""In the place of a job's name, which has a slash: what changes when something has happened to any."""
 _log = logging.getLogger(__name__)
 
 
@@ -72,7 +75,8 @@ class Service:
         self.records = Records(journal, background, store.jobs)
         self.background = background
         self.changes = Signals()
-        self._settling = self._expiring = False
+        self.events = Events()
+        self._settling = self._expiring = self._noted = False
         self._operations: dict[str, Operation] = {
             "segment.open": self._segment_open,
             "segment.closed": self._segment_closed,
@@ -81,6 +85,11 @@ class Service:
     def add(self, operations: dict[str, Operation]) -> None:
         """Adds operations that others carry out ; see the modules named above."""
         self._operations.update(operations)
+
+    def note(self, kind: str, job: str, text: str, level: int = logging.INFO) -> None:
+        """Something happened that those who follow a job's events are to hear of."""
+        self.events.add(kind, job, text, level)
+        self._noted = True
 
     def perform(self, operation: str, call: Call) -> Outcome:
         """Carries out one request as far as it goes now.
@@ -110,7 +119,7 @@ class Service:
             return
         self._settling = True
         try:
-            while store.to_clear or store.to_unlink or store.touched:
+            while store.to_clear or store.to_unlink or store.touched or self._noted:
                 self._carry_out()
         finally:
             self._settling = False
@@ -122,6 +131,9 @@ class Service:
         touched, store.touched = store.touched, set()
         for name in touched:
             self.changes.fire(name)  # first, since somebody waits for it
+        if self._noted:
+            self._noted = False
+            self.changes.fire(EVENTS)
         for segment in store.to_clear:
             if not segment.sealed:
                 self.memory.clear(segment.id)
@@ -132,10 +144,10 @@ class Service:
 
     def end_session(self, session: Session, *, unmapped: bool, why: str) -> None:
         if session.writer:
-            _log.info("job %s: writer rank %d left: %s", session.writer[0], session.writer[1].rank, why)
+            self.note("left", session.writer[0], f"writer rank {session.writer[1].rank} left: {why}")
         elif session.worker:
             name, worker = session.worker
-            _log.info("job %s: engine %s rank %d left: %s", name, worker.engine, worker.rank, why)
+            self.note("left", name, f"engine {worker.engine} rank {worker.rank} left: {why}")
         self.store.end_session(session.id, unmapped=unmapped, why=why, now=time.monotonic())
         self.settle()
         self.watch_idle()
@@ -150,8 +162,7 @@ class Service:
     def _drop_idle_jobs(self) -> None:
         """Ends jobs that nobody has used for the time that the settings give them."""
         for job in self.store.idle_jobs(time.monotonic(), self.settings.job_ttl):
-            _log.info("job %s was idle for %g s; closed", job.name, self.settings.job_ttl)
-            self.close_job(job)
+            self.close_job(job, f"idle for {self.settings.job_ttl:g} s")
         self.settle()
         self.watch_idle()
 
@@ -202,8 +213,9 @@ class Service:
             except TimeoutError:
                 raise late(call, leaving) from None
 
-    def close_job(self, job: Job) -> None:
+    def close_job(self, job: Job, why: str) -> None:
         self.store.close_job(job)
+        self.note("closed", job.name, f"closed: {why}")
         self.background.task(self.records.forget(job))
 
     @contextlib.asynccontextmanager
@@ -232,10 +244,9 @@ class Service:
             session = self.store.sessions.get(lease.session)
             if lease.expires <= time.monotonic() and session and session.worker:
                 worker = session.worker[1]
-                _log.warning(
-                    "job %s: the lease of engine %s rank %d (process %d) on epoch %d step %d has run out",
-                    *(lease.job, worker.engine, worker.rank, session.pid, *lease.key),
-                )
+                who = f"engine {worker.engine} rank {worker.rank} (process {session.pid})"
+                text = f"the lease of {who} on epoch {lease.key[0]} step {lease.key[1]} has run out"
+                self.note("expired", lease.job, text, logging.WARNING)
         self.store.expire(time.monotonic())
         self.settle()
 

@@ -14,8 +14,6 @@ from awexd.store.model import Job, SegmentState
 from awexd.store.slots import Shortfall, mappable
 from awexd_transports.segment import HEADER_BYTES
 
-_log = logging.getLogger(__name__)
-
 
 class Trainers:
     """The operations ``write.*``."""
@@ -58,10 +56,11 @@ class Trainers:
         job.owner_uid = call.peer.uid
         if opened:
             self._service.settle()
-            _log.info("job %s: epoch %d opened with %d ranks", name, job.epoch, job.world_size)
+            self._service.note("epoch", name, f"epoch {job.epoch} opened with {job.world_size} ranks")
         await self._service.records.save_epoch(job)
         peer, rank, size = call.peer, arguments["rank"], arguments["world_size"]
-        _log.info("job %s: writer rank %d of %d registered (process %d, uid %d)", name, rank, size, peer.pid, peer.uid)
+        who = f"writer rank {rank} of {size} (process {peer.pid}, uid {peer.uid})"
+        self._service.note("joined", name, f"{who} registered")
         complete = not isinstance(self._store.ready(call.session), Wait)
         pending = self._store.is_pending(call.session)
         return Reply({"job": name, "epoch": job.epoch, "pending": pending, "complete": complete})
@@ -158,7 +157,7 @@ class Trainers:
         version = self._store.seal(call.session, step, checksums)
         if version:
             self._service.records.save_soon(job)
-            _log.debug("job %s: %s committed", job.name, version)
+            self._service.note("committed", job.name, f"{version} committed, {version.nbytes} bytes", logging.DEBUG)
 
     def _abort(self, call: Call) -> Reply:
         arguments = call.arguments

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -117,11 +118,18 @@ class Daemon:
         entries = sorted(os.listdir("/dev/shm"))
         return [entry for entry in entries if any(entry.startswith(f"awexd-{name}-") for name in self._namespaces)]
 
-    def ask(self, operation: str, **arguments: object) -> Message:
+    def await_segments(self, count: int) -> None:
+        """Returns once there are so many: the daemon unlinks the others in threads of its own."""
+        end = time.monotonic() + START_SECONDS
+        while len(found := self.segments()) != count:
+            assert time.monotonic() < end, f"{len(found)} segments where {count} should be: {found}"
+            select.select([], [], [], 0.01)
+
+    def ask(self, operation: str, *, timeout: float = STOP_SECONDS, **arguments: object) -> Message:
         """One request on a connection of its own."""
         connection = Connection(self.socket)
         try:
-            result, fds = connection.call(operation, dict(arguments), timeout=STOP_SECONDS)
+            result, fds = connection.call(operation, dict(arguments), timeout=timeout)
             for fd in fds:
                 os.close(fd)
             return result

@@ -16,8 +16,8 @@ PACKAGES = {
     "awexd_transports": ROOT / "transports" / "awexd_transports",
 }
 # The command modules sit on top of all three packages and import lazily.
-COMMANDS = {"awexd/cli.py", "awexd/ctl.py"}
-COMMAND_FOLDERS = ("awexd/bench/", "awexd/demo/")
+COMMANDS = {"awexd/cli.py", "awexd/ctl.py", "awexd/verifying.py"}
+COMMAND_FOLDERS = ("awexd/bench/", "awexd/demo/", "awexd/dryrun/")
 IMPORT_SECONDS = 5.0
 
 

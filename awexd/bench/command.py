@@ -40,17 +40,28 @@ BUSY = "more than it should be; is this machine busy?"
 
 def main(arguments: argparse.Namespace) -> int:
     """Runs it; 0 where everything could be measured, whatever the figures."""
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    asked: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    figures = []
     try:
-        figures = list(_measured(arguments.socket, _nbytes(arguments.size, arguments.quick), arguments.quick))
+        for figure in _measured(arguments.socket, _nbytes(arguments.size, arguments.quick), arguments.quick):
+            if asked:  # where it came, nothing can be raised: in a finalizer, say
+                raise KeyboardInterrupt
+            figures.append(figure)
     except (AwexdError, SideFailed) as error:
         print(f"awexctl bench: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt as stopped:
+    except KeyboardInterrupt:
         print("awexctl bench: stopped; nothing is left behind", file=sys.stderr)
-        return 128 + (stopped.args[0] if stopped.args else signal.SIGINT)
+        return 128 + asked[0]
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     command = "awexctl bench" + (" --quick" if arguments.quick else "")
     if arguments.json:
         found = {"machine": machine(), "copies": _copied_by(), "figures": [one.as_dict(command) for one in figures]}
@@ -63,10 +74,6 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _copied_by() -> str:
     return "the C library" if load() else "NumPy and torch: there is no C library, which is slower"
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt(number)
 
 
 def _nbytes(size: float | None, quick: bool) -> int:

@@ -156,9 +156,29 @@ class Lease:
     stage: bool = False
 
 
+class Result(NamedTuple):
+    """What a worker said of its last update."""
+
+    nbytes: int
+    stage_us: int
+    pause_us: int
+
+
+class Failure(NamedTuple):
+    """Why a worker's last try came to nothing: an error's code and message."""
+
+    code: str
+    message: str
+
+
 @dataclass(slots=True)
 class Worker:
-    """One registered inference process. ``round`` is the round that its next update belongs to."""
+    """One registered inference process. ``round`` is the round that its next update belongs to.
+
+    Attributes:
+        aside: why its engine loads tensors itself: (reason, how many, the first) each.
+        failure: since it was last given a version.
+    """
 
     session: str
     pid: int
@@ -170,6 +190,9 @@ class Worker:
     epoch: int
     state: str = "empty"
     version: VersionKey | None = None
+    aside: list[list[str | int]] = field(default_factory=list)
+    result: Result | None = None
+    failure: Failure | None = None
 
 
 @dataclass(slots=True)

@@ -81,8 +81,11 @@ def choose(job: Job, worker: Worker, step: int | None, stage: bool) -> Wait | Ve
     if worker.round not in engine.rounds and any(number > worker.round for number in engine.rounds):
         worker.round = _round_to_join(engine, worker.rank)
     current = None if stage else engine.rounds.get(worker.round)
-    if current is not None and _may_skip(current, worker.rank, step):
-        # Its update to this version failed, and it goes on to a later one by number, with no sibling in the middle.
+    if current is not None and _may_skip(engine, current, worker.rank, step):
+        # Its update to this version failed, and it goes on to another, with no sibling in the middle.
+        if siblings := current.active - {worker.rank}:
+            who, what = f"{describe_ranks(siblings)} of engine {engine.name}", describe_keys([current.key])[6:]
+            return Wait(job.name, lambda: f"{who} to end their update to {what}")
         current.confirmed.add(worker.rank)
         worker.round += 1
         current = engine.rounds.get(worker.round)
@@ -205,9 +208,11 @@ def _round_to_join(engine: Engine, rank: int) -> int:
     return max((worker.round for worker in engine.workers.values()), default=0)
 
 
-def _may_skip(current: Round, rank: int, step: int | None) -> bool:
+def _may_skip(engine: Engine, current: Round, rank: int, step: int | None) -> bool:
+    """By number, to a later step, or back to the last that every worker had."""
     later = step is not None and step > current.key[1]
-    return later and rank in current.failed and not current.active - {rank}
+    back = engine.completed is not None and engine.completed[1] == step != current.key[1]
+    return (later or back) and rank in current.failed
 
 
 def _newest(job: Job) -> str:

@@ -300,13 +300,19 @@ class Store(Sessions):
             raise VersionUnavailable(f"{job.name}: the lease of this update has run out; update again")
         return lease.key
 
-    def release(self, session: Session, lease_id: str, dirty: bool) -> None:
+    def staged(self, worker: Worker) -> VersionKey | None:
+        """The version under lease for the worker's update."""
+        session = self.sessions.get(worker.session)
+        leases = [self.leases[lease] for lease in session.leases] if session else []
+        return next((lease.key for lease in leases if not lease.stage), None)
+
+    def release(self, session: Session, lease_id: str | None, dirty: bool) -> None:
         """The update under that lease was given up; ``dirty``: after it had touched the destination."""
         job, worker = self.worker_of(session)
-        lease = self.leases.get(lease_id)
+        lease = self.leases.get(lease_id) if lease_id else None
         if lease is not None and lease.session == session.id:
             given_up = [] if lease.stage else reading.give_up(job.engines[worker.engine], worker)
-            self._end_leases([lease_id, *given_up])
+            self._end_leases([lease.id, *given_up])
         if dirty:
             self._dirty(job, worker)
         self._settle(job)

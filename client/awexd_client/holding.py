@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from awexd_client.adapters.base import Adapter
-from awexd_client.adapters.registry import look_up, watch
+from awexd_client.adapters.base import Adapter, EngineWeights
+from awexd_client.adapters.registry import watch, weights_of
 from awexd_client.adapters.watch import Watch
 from awexd_transports.copy import View, overlapping
 from awexd_transports.dtypes import dtype_name
@@ -23,33 +23,50 @@ _FLOATING = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 @dataclass(frozen=True)
 class Holding:
-    """Live memory of a process. ``views[i]`` is where the bytes of ``manifest.entries[i]`` lie, in their own dtype."""
+    """Live memory of a process. ``views[i]`` is where the bytes of ``manifest.entries[i]`` lie, in their own dtype.
+
+    Attributes:
+        weights: what the adapter said. Entries from number ``len(weights.direct)`` on are those of ``weights.aside``.
+    """
 
     target: object
     adapter: str | Adapter | None
+    weights: EngineWeights
     manifest: Manifest
     views: tuple[View, ...]
     watch: Watch
-    check: Callable[[object], None] | None = None
-    """The adapter's ``check_current(target)``, if it has one: raises where live memory is not the newest weights."""
 
     @classmethod
     def of(cls, target: object, adapter: str | Adapter | None = None, casts: Casts = None) -> Holding:
-        """Looks the target up; nothing is copied.
+        """Looks the target of a writer up; nothing is copied.
 
         Raises:
             InvalidArgument: nothing understands the target, or a tensor that cannot be moved, by name.
             ManifestMismatch: two shards that contradict each other.
         """
         target = _reusable(target)
-        shards, chosen = look_up(target, adapter)
+        return cls._of(target, adapter, weights_of(target, adapter), casts)
+
+    @classmethod
+    def to_fill(cls, target: object, adapter: str | Adapter | None = None) -> Holding:
+        """Looks the target of a reader up, likewise."""
+        target = _reusable(target)
+        return cls._of(target, adapter, weights_of(target, adapter, to_fill=True), None)
+
+    @classmethod
+    def _of(cls, target: object, adapter: str | Adapter | None, weights: EngineWeights, casts: Casts) -> Holding:
+        shards = [*weights.direct, *weights.aside]
         if not shards:
             raise InvalidArgument("nothing to register: the target has no tensors")
         wire = _wire_dtypes(shards, casts)
         views = tuple(view_of(shard) for shard in shards)
         entries = _entries(shards, views, wire)
-        check = getattr(chosen, "check_current", None)
-        return cls(target, adapter, Manifest.of(entries), views, watch(target), check)
+        return cls(target, adapter, weights, Manifest.of(entries), views, watch(target))
+
+    @property
+    def first_aside(self) -> int:
+        """Number of the first entry that is not live memory."""
+        return len(self.weights.direct)
 
     @cached_property
     def index(self) -> dict[tuple[str, Box], int]:

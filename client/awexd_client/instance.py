@@ -2,76 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import os
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Self
 
+from awexd_client.driving import OneByOne, Together, VersionKey, Worker, Workers
 from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline
+from awexd_client.session import socket_path
 from awexd_client.updates import UpdateResult
-from awexd_transports.errors import AwexdError, DeadlineExceeded, InvalidArgument
+from awexd_transports.errors import AwexdError
 
-
-class Worker(Protocol):
-    """One worker of an instance: a WorkerWeightsReader, or a stand-in that reaches one in another process."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def state(self) -> str: ...
-
-    @property
-    def version(self) -> tuple[int, int] | None: ...
-
-    def stage(self, step: int | None = None, timeout: float = DEFAULT_TIMEOUT) -> Any:
-        """Leases and checks a version; what comes back has ``epoch`` and ``step`` and goes to ``apply``."""
-        ...
-
-    def apply(self, staged: Any, timeout: float = DEFAULT_TIMEOUT) -> UpdateResult: ...
-
-    def release(self, staged: Any) -> None: ...
+__all__ = ["WeightReader", "Worker", "Workers"]
 
 
 class WeightReader:
     """Brings one version into every worker of an instance: staged and checked everywhere before any is touched.
 
     Args:
-        job, engine: of the instance; for messages.
-        workers: one for each rank, registered already. They stay the caller's to close.
+        job, engine: of the instance.
+        workers: one for each rank, registered already, which stay the caller's to close; or an engine that reaches its
+            own: ``awexd_client.vllm.VLLMWorkers(llm)``, ``awexd_client.sglang.SGLangServer(url)`` and their like.
+        socket: of the daemon that the workers are connected to, for the latter.
 
     Raises:
         InvalidArgument: no workers, or a rank twice or missing.
     """
 
-    def __init__(self, job: str, engine: str, workers: Sequence[Worker]) -> None:
-        ranks = sorted(worker.rank for worker in workers)
-        if not workers or ranks != list(range(len(workers))):
-            raise InvalidArgument(f"{engine}: workers must be ranks 0 to n-1, each once, not {ranks}")
+    def __init__(
+        self,
+        job: str,
+        engine: str,
+        workers: Sequence[Worker] | Workers,
+        socket: str | os.PathLike[str] | None = None,
+    ) -> None:
         self.job = job
         self.engine = engine
-        self._workers = sorted(workers, key=lambda worker: worker.rank)
-        self._pool = ThreadPoolExecutor(len(workers), thread_name_prefix=f"awexd-{engine}")
+        self._drive: OneByOne | Together
+        if isinstance(workers, Workers):
+            self._drive = Together(job, engine, workers, socket_path(socket))
+        else:
+            self._drive = OneByOne(engine, workers)
 
     def update(self, step: int | None = None, timeout: float = DEFAULT_TIMEOUT) -> UpdateResult:
         """Updates every worker to the newest version, or that step's.
+
+        Where a worker fails after some were touched, the version that all had before is applied again, if it is held.
 
         Returns:
             The sum of bytes, the longest stage and pause, and each worker's own result in ``workers``.
 
         Raises:
-            AwexdError: of the first worker that failed; ``details["workers"]`` has the state of each. Where none was
-                touched, all run on as before; else those that were are ``"dirty"`` or at the new version, as it says.
+            AwexdError: of the first worker that failed; ``details["workers"]`` has the state of each: at the version
+                before, or, where that could not be had again, ``"dirty"`` or at different ones.
         """
         deadline = Deadline(timeout)
-        staged = self._stage(step, deadline)
-        results = self._each(lambda worker, item: worker.apply(item, deadline.left()), staged)
-        failure = next((item for item in results if isinstance(item, BaseException)), None)
-        if failure is not None:
-            raise self._told(failure)
+        before = self.version
+        try:
+            version = self._drive.stage(step, deadline)
+        except AwexdError as error:
+            self._tell(error)
+            raise
+        try:
+            results = self._drive.apply(deadline)
+        except Exception as error:
+            self._return_to(before, error)
+            self._tell(error)
+            raise
         return UpdateResult(
-            epoch=results[0].epoch,
-            step=results[0].step,
+            epoch=version[0],
+            step=version[1],
             bytes=sum(result.bytes for result in results),
             stage_seconds=max(result.stage_seconds for result in results),
             pause_seconds=max(result.pause_seconds for result in results),
@@ -79,47 +79,23 @@ class WeightReader:
             workers=tuple(results),
         )
 
-    def _stage(self, step: int | None, deadline: Deadline) -> list[Any]:
-        """One version staged on every worker, or none on any.
-
-        A worker whose last update failed is given its unfinished round's version again: it catches up first.
-        """
-        while True:
-            staged = self._each(lambda worker, _: worker.stage(step, deadline.left()), [None] * len(self._workers))
-            versions = sorted({(item.epoch, item.step) for item in staged if not isinstance(item, BaseException)})
-            failure = next((item for item in staged if isinstance(item, BaseException)), None)
-            if failure is None and len(versions) == 1:
-                return staged
-            if failure is None and deadline.left() <= 0:
-                failure = DeadlineExceeded(f"{self.engine}: its workers are at different versions: {versions}")
-            behind = [failure is None and (item.epoch, item.step) == versions[0] for item in staged]
-            for worker, item, late in zip(self._workers, staged, behind, strict=True):
-                if not late and not isinstance(item, BaseException):
-                    worker.release(item)
-            if failure is None:
-                caught_up = self._each(
-                    lambda worker, item: worker.apply(item, deadline.left()) if item else None,
-                    [item if late else None for item, late in zip(staged, behind, strict=True)],
-                )
-                failure = next((outcome for outcome in caught_up if isinstance(outcome, BaseException)), None)
-            if failure is not None:
-                raise self._told(failure)
-
     @property
     def state(self) -> str:
         """``"dirty"`` if any worker is, ``"ready"`` if all are at one version, else ``"empty"``."""
-        states = {worker.state for worker in self._workers}
-        if "dirty" in states or len({worker.version for worker in self._workers}) > 1:
+        standings = self._drive.standings()
+        states = {worker.state for worker in standings} or {"empty"}
+        if "dirty" in states or len({worker.version for worker in standings}) > 1:
             return "dirty"
         return states.pop()
 
     @property
-    def version(self) -> tuple[int, int] | None:
+    def version(self) -> VersionKey | None:
         """The (epoch, step) of all workers; None unless every one is ready at it."""
-        return self._workers[0].version if self.state == "ready" else None
+        versions = {worker.version if worker.state == "ready" else None for worker in self._drive.standings()}
+        return versions.pop() if len(versions) == 1 else None
 
     def close(self) -> None:
-        self._pool.shutdown()
+        self._drive.close()
 
     def __enter__(self) -> Self:
         return self
@@ -129,16 +105,22 @@ class WeightReader:
     ) -> None:
         self.close()
 
-    def _each(self, action: Callable[[Worker, Any], Any], items: Sequence[Any]) -> list[Any]:
-        """What ``action`` gives for each worker, or the exception that it raised."""
-        futures: list[Future[Any]] = [
-            self._pool.submit(action, worker, item) for worker, item in zip(self._workers, items, strict=True)
-        ]
-        return [future.exception() or future.result() for future in futures]
+    def _return_to(self, version: VersionKey | None, error: Exception) -> None:
+        """Applies the last good version again, so that an engine of which a part was touched can serve."""
+        if version is None:
+            error.add_note(f"{self.engine} had no version before: it is not ready until an update succeeds")
+            return
+        deadline = Deadline(DEFAULT_TIMEOUT)
+        try:
+            self._drive.stage(version[1], deadline)
+            self._drive.apply(deadline)
+            error.add_note(f"{self.engine} runs on epoch {version[0]} step {version[1]} again")
+        except Exception as again:  # noqa: BLE001 - the first error is what is raised
+            error.add_note(f"epoch {version[0]} step {version[1]} could not be applied again: {again}")
 
-    def _told(self, error: BaseException) -> BaseException:
+    def _tell(self, error: Exception) -> None:
         if isinstance(error, AwexdError):
             error.details["workers"] = [
-                {"rank": worker.rank, "state": worker.state, "version": worker.version} for worker in self._workers
+                {"rank": worker.rank, "state": worker.state, "version": worker.version}
+                for worker in self._drive.standings()
             ]
-        return error

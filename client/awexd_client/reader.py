@@ -6,39 +6,30 @@ import logging
 import os
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter
 from typing import Any
 
-from awexd.protocol import MAX_KEEP, MAX_STEP
-from awexd_client.adapters.base import Adapter
-from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline, Endpoint, check_whole
+from awexd.protocol import MAX_KEEP, MAX_REASONS, MAX_STEP
+from awexd_client.adapters.base import Adapter, EngineWeights
+from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline, check_whole, failed
 from awexd_client.holding import Holding
-from awexd_client.mappings import Mapping
+from awexd_client.preparing import Preparing
 from awexd_client.session import Asked
-from awexd_client.tables import Sources, Tables, build
-from awexd_client.updates import Staged, State, UpdateResult
+from awexd_client.updates import Staged, State, UpdateResult, load_of_engine
+from awexd_client.verify import Checkpoint, Progress, Verified, verify
 from awexd_transports.errors import (
     AwexdError,
     DaemonUnavailable,
     DeadlineExceeded,
     EpochChanged,
-    InvalidArgument,
-    ManifestMismatch,
     VersionConflict,
     VersionUnavailable,
 )
-from awexd_transports.layout import Manifest
-from awexd_transports.plan import plan, unexpected
 
-_Held = tuple[str, tuple[tuple[str, bool], ...]]
-"""The digest of a set of manifests; the id of each rank's segment, and whether it has checksums."""
-
-TABLES_KEPT = 2 * (MAX_KEEP + 1)
 _log = logging.getLogger(__name__)
 
 
-class WorkerWeightsReader(Endpoint):
+class WorkerWeightsReader(Preparing):
     """Brings versions into one inference process's live tensors, in place.
 
     Args:
@@ -72,25 +63,12 @@ class WorkerWeightsReader(Endpoint):
     ) -> None:
         check_whole("keep", keep, 1, MAX_KEEP)
         super().__init__(
-            job,
-            rank,
-            world_size,
-            socket,
-            mode=mode,
-            transport=transport,
-            verify=verify,
-            writable=False,
-            timeout=timeout,
+            job, engine, rank, world_size, socket, mode=mode, transport=transport, verify=verify, timeout=timeout
         )
-        self.engine = engine
         self._state: State = "empty"
         self._version: tuple[int, int] | None = None
         self._updates: int | None = None
-        self._holding_: Holding | None = None
-        self._sources: OrderedDict[str, Sources] = OrderedDict()
-        self._checked: set[str] = set()
-        self._warned = False
-        self._tables: OrderedDict[_Held, tuple[Tables, tuple[Mapping, ...]]] = OrderedDict()
+        self._leased: str | None = None
         self._confirmed: Asked | None = None
         self._prefetching: threading.Thread | None = None
 
@@ -109,13 +87,14 @@ class WorkerWeightsReader(Endpoint):
 
         Args:
             target: nn.Module, list of modules, {name: tensor}, or an iterable of Shard.
-            adapter: None to choose by the target; else a name or an adapter.
+            adapter: None to choose by the target; else a name or an adapter. An engine's may have its engine load some
+                tensors itself: see ``EngineWeights``.
 
         Raises:
             ManifestMismatch: they do not fit what the trainer publishes, or share memory; nothing is registered.
             VersionConflict: another live process is this worker.
         """
-        holding = Holding.of(target, adapter)
+        holding = Holding.to_fill(target, adapter)
         holding.check_disjoint()
         deadline = Deadline(timeout)
         with self._turn(deadline):
@@ -192,6 +171,36 @@ class WorkerWeightsReader(Endpoint):
         """Gives up what was staged."""
         self._release(staged.lease)
 
+    def verify(
+        self,
+        checkpoint_dir: str | os.PathLike[str],
+        timeout: float = DEFAULT_TIMEOUT,
+        *,
+        progress: Progress | None = None,
+    ) -> Verified:
+        """Compares the live tensors with safetensors on disk, bit by bit; no second copy of the model is made.
+
+        What the engine keeps in another form than it loads is not compared: ``aside`` of the result names it.
+
+        Args:
+            checkpoint_dir: a folder of safetensors files, as Hugging Face writes them.
+            timeout: for another call on this reader to end; not for the comparison.
+            progress: called with the bytes compared so far, and all of them.
+
+        Raises:
+            IntegrityError: a tensor is not the checkpoint's: names the first element that differs.
+            InvalidArgument: that is no checkpoint.
+        """
+        with self._turn(Deadline(timeout)), Checkpoint(checkpoint_dir) as checkpoint:
+            self._refresh()
+            holding = self._holding
+            parts = list(zip(holding.manifest.entries, holding.views, strict=True))[: holding.first_aside]
+            return verify(parts, checkpoint, aside=holding.weights.reasons, progress=progress).check()
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the daemon why this worker did not update, for ``status``, events and its driver. Never raises."""
+        self._release(None, error=error)
+
     def close(self) -> None:
         if self._prefetching is not None and self._prefetching.is_alive():
             self._connection.close()  # it may be waiting for a version that is still to come
@@ -200,17 +209,9 @@ class WorkerWeightsReader(Endpoint):
 
     # internals
 
-    @property
-    def _holding(self) -> Holding:
-        if self._holding_ is None:
-            raise InvalidArgument("register(...) comes first")
-        return self._holding_
-
     def _register(self, holding: Holding, deadline: Deadline) -> None:
-        self._forget_tables(None)
-        self._sources.clear()
-        self._checked.clear()
         self._confirmed = None
+        self._forget_sources()
         self._fetch_sources(holding, None, deadline)
         manifest = holding.manifest
         answer = self._ask_with_body(
@@ -224,6 +225,7 @@ class WorkerWeightsReader(Endpoint):
             digest=manifest.digest,
             version=list(self._version) if self._version else None,
             updates=self._updates,
+            aside=_reasons(holding.weights) or None,
         )
         self._updates = answer["updates"]
 
@@ -255,57 +257,69 @@ class WorkerWeightsReader(Endpoint):
         self._refresh()
         answer = self._resolve(step, deadline, stage=False)
         try:
-            tables, mappings = self._prepare(answer, deadline)
-        except BaseException:
-            self._release(answer["lease"])
+            prepared = self._prepare(answer, deadline)
+            prepared.fill_aside(sharing=self.world_size)
+        except BaseException as error:
+            self._release(answer["lease"], error=error)
             raise
+        self._leased = answer["lease"]
         return Staged(
             epoch=answer["epoch"],
             step=answer["step"],
             lease=answer["lease"],
             until=started + answer["lease_ms"] / 1000,  # granted after that
             updates=answer["updates"],
-            tables=tables,
-            mappings=mappings,
+            prepared=prepared,
             started=started,
             ready=time.monotonic(),
         )
 
     def _apply(self, staged: Staged, deadline: Deadline) -> UpdateResult:
         self._check_usable()
-        if any(mapping.closed for mapping in staged.mappings):
+        holding = self._holding
+        if staged.lease != self._leased or any(mapping.closed for mapping in staged.prepared.mappings):
             raise VersionUnavailable(
-                f"{self.job}: what was staged went with its connection to the daemon; update again"
+                f"{self.job}: what was staged was given up since, or went with its connection to the daemon; "
+                "update again"
             )
-        if self._holding.watch.changed():
-            self._release(staged.lease)
-            raise VersionConflict(f"{self.job}: tensors were rebound or moved since this was staged; update again")
-        self._state, self._version = "dirty", None
+        if holding.watch.changed():
+            error = VersionConflict(f"{self.job}: tensors were rebound or moved since this was staged; update again")
+            self._release(staged.lease, error=error)
+            raise error
+        self._state, self._version, self._leased = "dirty", None, None
         began = time.monotonic()
         try:
-            staged.tables.run(sharing=self.world_size)
-            self._confirm(staged, deadline)
+            staged.prepared.live.run(sharing=self.world_size)
+            load_of_engine(holding.weights)
+            result = UpdateResult(
+                epoch=staged.epoch,
+                step=staged.step,
+                bytes=staged.prepared.nbytes,
+                stage_seconds=staged.ready - staged.started,
+                pause_seconds=time.monotonic() - began,
+                transport="shm",
+            )
+            self._confirm(staged, result, deadline)
         except BaseException as error:
             if not isinstance(error, DaemonUnavailable):
-                self._release(staged.lease, dirty=True)
+                self._release(staged.lease, dirty=True, error=error)
             raise
         self._state, self._version, self._updates = "ready", (staged.epoch, staged.step), staged.updates
-        return UpdateResult(
-            epoch=staged.epoch,
-            step=staged.step,
-            bytes=staged.tables.copies.nbytes,
-            stage_seconds=staged.ready - staged.started,
-            pause_seconds=time.monotonic() - began,
-            transport="shm",
-        )
+        return result
 
-    def _confirm(self, staged: Staged, deadline: Deadline) -> None:
+    def _confirm(self, staged: Staged, result: UpdateResult, deadline: Deadline) -> None:
         """Tells the daemon that the bytes are in; waits for its answer only where that could be a refusal.
 
         What is found good once the daemon was told was good when it was told, and the daemon takes it so: it looks for
         what was sent before it ends a lease.
         """
-        asked = self._connection.ask("read.confirm", {"lease": staged.lease}, timeout=deadline.left())
+        arguments = {
+            "lease": staged.lease,
+            "nbytes": result.bytes,
+            "stage_us": int(result.stage_seconds * 1e6),
+            "pause_us": int(result.pause_seconds * 1e6),
+        }
+        asked = self._connection.ask("read.confirm", arguments, timeout=deadline.left())
         if staged.good:
             self._confirmed = asked
         else:
@@ -322,89 +336,6 @@ class WorkerWeightsReader(Endpoint):
         lease_ms = int(max(deadline.seconds, 1.0) * 1000)
         return self._ask("read.resolve", deadline.left(), step=step, lease_ms=lease_ms, stage=stage)
 
-    def _prepare(self, answer: dict[str, Any], deadline: Deadline) -> tuple[Tables, tuple[Mapping, ...]]:
-        """Everything that can fail before a byte is touched: plan, mappings, contradicting aliases."""
-        segments = answer["segments"]
-        key = (answer["set"], tuple((segment_id, stored) for segment_id, _, stored in segments))
-        prepared = self._tables.get(key)
-        if prepared is None:
-            prepared = self._tables[key] = self._build(answer["set"], segments, deadline)
-            while len(self._tables) > TABLES_KEPT:
-                self._tables.popitem(last=False)
-        self._tables.move_to_end(key)
-        prepared[0].check()
-        return prepared
-
-    def _build(
-        self, set_digest: str, segments: Sequence[tuple[str, int, bool]], deadline: Deadline
-    ) -> tuple[Tables, tuple[Mapping, ...]]:
-        sources = self._sources_of(set_digest, deadline)
-        wanted = [(segments[rank][0], segments[rank][1]) for rank in sources.ranks]
-        mapped = dict(zip(sources.ranks, self._map(wanted, deadline), strict=True))
-        summed = tuple(rank for rank in sources.ranks if segments[rank][2]) if self.verify_mode == "checksum" else None
-        if summed is not None and len(summed) < len(sources.ranks) and not self._warned:
-            self._warned = True
-            _log.warning(
-                '%s is published without checksums: pass verify="checksum" to its WeightWriter too; '
-                "until then only the copy is checked, not what is held",
-                self.job,
-            )
-        return build(self._holding, sources, mapped, summed), tuple(mapped.values())
-
-    def _sources_of(self, set_digest: str, deadline: Deadline) -> Sources:
-        if set_digest not in self._sources:
-            self._fetch_sources(self._holding, set_digest, deadline)
-        if self.world_size > 1 and set_digest not in self._checked:
-            self._check_unexpected(self._sources[set_digest].manifests, deadline)
-            self._checked.add(set_digest)
-        self._sources.move_to_end(set_digest)
-        while len(self._sources) > TABLES_KEPT:
-            self._sources.popitem(last=False)
-        return self._sources[set_digest]
-
-    def _fetch_sources(self, holding: Holding, set_digest: str | None, deadline: Deadline) -> None:
-        """Asks what is published and plans how it fills ``holding``.
-
-        Raises:
-            ManifestMismatch: it does not.
-        """
-        answer = self._ask_for_manifests("read.sources", deadline.left(), job=self.job, set=set_digest)
-        if answer["set"] is None:
-            if set_digest is not None:
-                raise VersionUnavailable(f"{self.job}: what this version's bytes mean is not known any more")
-            return
-        manifests = tuple(self._manifests[digest] for digest in answer["ranks"])
-        # Where this worker is its whole engine, missing and unexpected names are told together.
-        planned = plan(manifests, [holding.manifest], partial=self.world_size > 1)
-        self._manifests.clear()
-        self._sources[answer["set"]] = Sources(manifests, planned)
-
-    def _check_unexpected(self, manifests: Sequence[Manifest], deadline: Deadline) -> None:
-        """Refuses names that no worker of the engine declares; waits for its siblings where it cannot tell alone."""
-        extra = unexpected(manifests, [self._holding.manifest])
-        if extra:
-            answer = self._ask_for_manifests("read.siblings", deadline.left())
-            extra = unexpected(manifests, [self._manifests[digest] for digest in answer["ranks"]])
-            self._manifests.clear()
-        if extra:
-            raise ManifestMismatch.between(
-                f"{self.job} publishes what no worker of {self.engine} declares", unexpected=extra, mismatched={}
-            )
-
-    def _refresh(self) -> None:
-        """Looks the target up again where its tensors were rebound or moved: stale memory must never be written."""
-        holding = self._holding
-        if not holding.watch.changed():
-            return
-        fresh = Holding.of(holding.target, holding.adapter)
-        fresh.check_disjoint()
-        if fresh.manifest.digest != holding.manifest.digest:
-            raise ManifestMismatch(
-                f"{self.job}: the registered tensors changed in name, shape or dtype since register(); register again"
-            )
-        self._holding_ = fresh
-        self._forget_tables(None)
-
     def _prefetch(self, step: int | None) -> None:
         try:
             deadline = Deadline(DEFAULT_TIMEOUT)
@@ -418,10 +349,22 @@ class WorkerWeightsReader(Endpoint):
         except AwexdError as error:
             _log.info("prefetch of %s: %s", self.job, error)
 
-    def _release(self, lease: str, *, dirty: bool = False) -> None:
-        self._tell("read.release", lease=lease, dirty=dirty)
+    def _release(self, lease: str | None, *, dirty: bool = False, error: BaseException | None = None) -> None:
+        if lease == self._leased:
+            self._leased = None
+        self._tell("read.release", lease=lease, dirty=dirty, error=_told(error))
 
-    def _forget_tables(self, segments: Sequence[str] | None) -> None:
-        gone = None if segments is None else set(segments)
-        for key in [key for key in self._tables if gone is None or gone & {segment for segment, _ in key[1]}]:
-            del self._tables[key]
+
+def _told(error: BaseException | None) -> list[str] | None:
+    """An error as it is told: its code and its message."""
+    return None if error is None else [error.code if isinstance(error, AwexdError) else "error", failed(error)]
+
+
+def _reasons(weights: EngineWeights) -> list[list[str | int]]:
+    """Why tensors are not written in place: each reason, how many they are, and the first."""
+    first: dict[str, str] = {}
+    for name, reason in weights.reasons.items():
+        first.setdefault(reason, name)
+    counts = Counter(weights.reasons.values())
+    told: list[list[str | int]] = [[reason[:200], counts[reason], name[:200]] for reason, name in first.items()]
+    return told[:MAX_REASONS]

@@ -92,18 +92,61 @@ class Tables:
             )
 
 
-def build(holding: Holding, sources: Sources, segments: Segments, summed: Collection[int] | None) -> Tables:
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """All that an update needs for one set of slots.
+
+    Attributes:
+        live: fills what the engine runs on.
+        aside: fills what its engine loads itself; None where there is nothing of that kind.
+        mappings: of the segments that are read.
+    """
+
+    live: Tables
+    aside: Tables | None
+    mappings: tuple[MappedSegment, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.live.copies.nbytes + (self.aside.copies.nbytes if self.aside else 0)
+
+    def fill_aside(self, *, sharing: int = 1) -> None:
+        """Raises as ``Tables.run``; nothing that the engine runs on is touched."""
+        if self.aside:
+            self.aside.run(sharing=sharing)
+
+
+def prepare(holding: Holding, sources: Sources, segments: Segments, summed: Collection[int] | None) -> Prepared:
     """The tables of one worker for one set of slots.
 
     Args:
         summed: the writer ranks whose segments have checksums to compare with; None: nothing is to be compared.
     """
+    copies, first = sources.plan.copies, holding.first_aside
+    same = CopyTable(_same(holding, sources, segments))
+    if not holding.weights.aside:
+        return Prepared(_build(holding, sources, segments, summed, copies, same), None, tuple(segments.values()))
+    live, aside = (
+        _build(holding, sources, segments, summed, [c for c in copies if (c.destination_entry >= first) == late], table)
+        for late, table in ((False, same), (True, CopyTable(())))
+    )
+    return Prepared(live, aside, tuple(segments.values()))
+
+
+def _build(
+    holding: Holding,
+    sources: Sources,
+    segments: Segments,
+    summed: Collection[int] | None,
+    copies: Iterable[Copy],
+    same: CopyTable,
+) -> Tables:
     if summed is None:
-        rows: Iterable[Row] = (_row(holding, sources, copy, segments) for copy in sources.plan.copies)
-        return Tables(CopyTable(rows), CopyTable(_same(holding, sources, segments)), None, CopyTable(()))
+        rows: Iterable[Row] = (_row(holding, sources, copy, segments) for copy in copies)
+        return Tables(CopyTable(rows), same, None, CopyTable(()))
     sums = Comparison(sources.manifests, {rank: segments[rank] for rank in sources.ranks if rank in summed})
     rows, bare = [], []
-    for copy in sources.plan.copies:
+    for copy in copies:
         row = _row(holding, sources, copy, segments)
         if copy.source not in summed:
             bare.append(row)
@@ -113,7 +156,7 @@ def build(holding: Holding, sources: Sources, segments: Segments, summed: Collec
         low = tuple(a - b for a, b in zip(copy.box.offset, entry.box.offset, strict=True))
         whole = sources.piece(copy, segments)
         rows += sums.rows(row, copy.source, manifest.pieces[entry.piece], whole, low)
-    return Tables(CopyTable([*rows, *bare]), CopyTable(_same(holding, sources, segments)), sums, CopyTable(bare))
+    return Tables(CopyTable([*rows, *bare]), same, sums, CopyTable(bare))
 
 
 def _row(holding: Holding, sources: Sources, copy: Copy, segments: Segments) -> Row:

@@ -6,8 +6,9 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
-from awexd_client.mappings import Mapping
-from awexd_client.tables import Tables
+from awexd_client.adapters.base import EngineWeights
+from awexd_client.tables import Prepared
+from awexd_transports.errors import AwexdError
 
 State = Literal["empty", "ready", "dirty"]
 
@@ -48,8 +49,7 @@ class Staged:
     lease: str
     until: float
     updates: int
-    tables: Tables
-    mappings: tuple[Mapping, ...]
+    prepared: Prepared
     started: float
     ready: float
 
@@ -59,5 +59,22 @@ class Staged:
 
         A rollback wipes the headers before it is answered; the memory is not reused while the lease lasts.
         """
-        named = bool(self.mappings) and all(mapping.sealed for mapping in self.mappings)
+        mappings = self.prepared.mappings
+        named = bool(mappings) and all(mapping.sealed for mapping in mappings)
         return named and time.monotonic() < self.until
+
+
+def load_of_engine(weights: EngineWeights) -> None:
+    """Has the engine load what it loads itself.
+
+    Raises:
+        AwexdError: it could not; the cause is chained.
+    """
+    if weights.load is None:
+        return
+    try:
+        weights.load()
+    except AwexdError:
+        raise
+    except Exception as error:  # the engine's own: of any kind
+        raise AwexdError(f"the engine could not load the new weights: {type(error).__name__}: {error}") from error

@@ -273,8 +273,8 @@ class WeightWriter(Endpoint):
     def _refresh(self) -> None:
         """Looks the target up again where its tensors were rebound or moved: stale memory must never be published."""
         holding = self._holding
-        if holding.check is not None:
-            holding.check(holding.target)
+        if holding.weights.check is not None:
+            holding.weights.check(holding.target)
         if not holding.watch.changed():
             return
         fresh = Holding.of(holding.target, holding.adapter, self._casts)

@@ -17,6 +17,8 @@ from awexd_transports.layout import body_digest
 
 SECONDS = 20.0
 DEADLINE_MS = 20_000
+DONE: dict[str, Any] = {"nbytes": 1, "stage_us": 1, "pause_us": 1}
+"""What a worker says of an update."""
 
 
 class Raw:

@@ -13,7 +13,7 @@ import pytest
 from awexd.manifests import sealed_memfd
 from awexd.protocol import MAX_FDS, MAX_FRAME_BYTES, PROTOCOL_VERSION, encode, hello
 from awexd_transports.errors import AccessDenied, AwexdError, InvalidArgument, ProtocolError
-from tests.attacks.raw import Raw, until, writer
+from tests.attacks.raw import DONE, Raw, until, writer
 from tests.daemons import Daemon
 
 FDS_OF_A_SESSION = 2
@@ -285,8 +285,8 @@ def test_segments_of_others_and_names_that_are_paths_cannot_be_opened(serving: D
         ("write.committed", {"epoch": 1, "step": 1, "attempt": 1}),
         ("read.siblings", {}),
         ("read.resolve", {"step": None, "lease_ms": 1, "stage": False}),
-        ("read.confirm", {"lease": "l1"}),
-        ("read.release", {"lease": "l1", "dirty": True}),
+        ("read.confirm", {"lease": "l1", **DONE}),
+        ("read.release", {"lease": "l1", "dirty": True, "error": ["error", "why"]}),
         ("read.wait", {"step": 1}),
         ("segment.open", {"ids": ["x"]}),
     ],

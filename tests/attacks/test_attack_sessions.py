@@ -16,7 +16,7 @@ import pytest
 
 from awexd.protocol import encode
 from awexd_transports.errors import DeadlineExceeded, VersionConflict
-from tests.attacks.raw import Raw, RawWriter, reader, until, writer
+from tests.attacks.raw import DONE, Raw, RawWriter, reader, until, writer
 from tests.daemons import Daemon
 
 HELLO_SECONDS = 0.2
@@ -118,7 +118,7 @@ def test_stopped_reader_loses_its_lease_and_its_memory_is_not_reused(folder: Pat
             with RawWriter.opened(stopped, slot):  # type: ignore[arg-type]
                 slots = [trainer.publish(step)["segment"] for step in range(2, 7)]
                 assert slot not in slots
-                assert stopped.refused("read.confirm", lease=lease).code == "version_unavailable"
+                assert stopped.refused("read.confirm", lease=lease, **DONE).code == "version_unavailable"
 
 
 def test_lease_makes_a_writer_wait_until_its_deadline_naming_the_version(daemon: Daemon) -> None:

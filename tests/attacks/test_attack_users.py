@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from awexd_transports.errors import AccessDenied, AwexdError, from_wire
-from tests.attacks.raw import Raw, reader, writer
+from tests.attacks.raw import DONE, Raw, reader, writer
 from tests.daemons import Daemon
 
 NOBODY = 65534
@@ -142,6 +142,7 @@ def test_other_users_job_can_be_neither_read_written_nor_controlled(public: Daem
             ("write.register", "m", {"rank": 0, "world_size": 1, "epoch": "new", "keep": 2}),
             ("read.register", "m", worker),
             ("read.sources", None, {}),
+            ("manifests", None, {}),
             ("versions", None, {}),
             ("drop", None, {}),
             ("rollback", None, {"step": 1}),
@@ -173,7 +174,7 @@ def test_granted_user_reads_and_does_nothing_else(public: Daemon, foreigner: For
         answer = foreigner.call("read.resolve", step=None, lease_ms=1000, stage=False)
         assert answer["step"] == 1
         foreigner.call("segment.open", ids=[answer["segments"][0][0]])
-        foreigner.call("read.confirm", lease=answer["lease"])
+        foreigner.call("read.confirm", lease=answer["lease"], **DONE)
         for operation in ("drop", "job.close"):
             assert isinstance(foreigner.refused(operation, job="root/j"), AccessDenied)
 

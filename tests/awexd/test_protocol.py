@@ -74,8 +74,9 @@ def test_operations_are_these() -> None:
     names = (
         "write.register write.ready write.reserve write.slot write.publish "
         "write.begin write.seal write.abort write.committed "
-        "read.sources read.register read.siblings read.resolve read.confirm read.release read.wait "
-        "segment.open segment.closed goodbye job.close job.grant status versions sessions drop rollback gc"
+        "read.sources read.register read.siblings read.resolve read.confirm read.release read.wait read.engine "
+        "segment.open segment.closed goodbye job.close job.grant status versions sessions manifests events "
+        "drop rollback gc"
     )
     assert sorted(OPERATIONS) == sorted(names.split())
 

@@ -18,7 +18,7 @@ from awexd_client.checksums import table_of
 from awexd_client.holding import Holding
 from awexd_client.mappings import Mapping
 from awexd_client.outgoing import SegmentLayout
-from awexd_client.tables import Sources, Tables, build
+from awexd_client.tables import Sources, Tables, prepare
 from awexd_transports import cells, kernel
 from awexd_transports import copy as copying
 from awexd_transports import digest as digests
@@ -79,7 +79,7 @@ def reading(segments: Iterable[Segment], into: object, summed: set[int] | None =
     manifests = tuple(segment.manifest for segment in held)
     sources = Sources(manifests, plan(manifests, [holding.manifest], partial=True))
     mapped = {rank: held[rank].mapping for rank in sources.ranks}
-    return build(holding, sources, mapped, set(range(len(held))) if summed is None else summed)
+    return prepare(holding, sources, mapped, set(range(len(held))) if summed is None else summed).live
 
 
 @contextmanager

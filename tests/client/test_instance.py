@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from awexd_client import (
+    DeadlineExceeded,
     InvalidArgument,
     ManifestMismatch,
     VersionUnavailable,
@@ -17,17 +19,20 @@ from awexd_client import (
     WorkerWeightsReader,
 )
 from awexd_transports.errors import AwexdError
+from tests.client.samples import Negating
 from tests.daemons import Daemon
+from tests.e2e.clients import Background
 
 SIZE = 3
 
 
 class Failing:
-    """A real worker, one half of whose update fails when told to."""
+    """A real worker that cannot stage when told to; one that cannot load fails by its adapter."""
 
-    def __init__(self, worker: WorkerWeightsReader) -> None:
+    def __init__(self, worker: WorkerWeightsReader, adapter: Negating) -> None:
         self.worker = worker
-        self.fails_at = ""
+        self.adapter = adapter
+        self.fails_to_stage = False
         self.rank = worker.rank
 
     @property
@@ -39,14 +44,11 @@ class Failing:
         return self.worker.version
 
     def stage(self, step: int | None = None, timeout: float = 60) -> Any:
-        if self.fails_at == "stage":
+        if self.fails_to_stage:
             raise ManifestMismatch("does not fit")
         return self.worker.stage(step, timeout)
 
     def apply(self, staged: Any, timeout: float = 60) -> Any:
-        if self.fails_at == "apply":
-            self.worker.release(staged)
-            raise VersionUnavailable("lost")
         return self.worker.apply(staged, timeout)
 
     def release(self, staged: Any) -> None:
@@ -64,16 +66,47 @@ def writer(daemon: Daemon) -> Iterator[WeightWriter]:
 @pytest.fixture
 def workers(daemon: Daemon, writer: WeightWriter) -> Iterator[list[Failing]]:
     readers = [WorkerWeightsReader("grpo", "e", rank, SIZE, daemon.socket) for rank in range(SIZE)]
-    for reader in readers:
-        reader.register({"w": torch.zeros(9)})
-    yield [Failing(reader) for reader in readers]
+    adapters = [Negating() for _ in readers]
+    for reader, adapter in zip(readers, adapters, strict=True):
+        reader.register({"w": torch.zeros(9)}, adapter)
+    yield [Failing(reader, adapter) for reader, adapter in zip(readers, adapters, strict=True)]
     for reader in readers:
         reader.close()
 
 
-@pytest.fixture
-def instance(workers: list[Failing]) -> Iterator[WeightReader]:
-    with WeightReader("grpo", "e", workers) as opened:
+class Crew:
+    """The same workers as an engine's own calls reach them, which tells its caller nothing of what they raise."""
+
+    def __init__(self, workers: list[Failing]) -> None:
+        self.workers = workers
+        self.staged: list[Any] = []
+        self.served: list[tuple[int, int]] = []
+
+    def stage(self, step: int | None, timeout: float) -> None:
+        self.staged = []
+        for worker in self.workers:
+            try:
+                self.staged.append(worker.stage(step, timeout))
+            except AwexdError as error:
+                self.staged.append(None)
+                worker.worker.fail(error)
+
+    def apply(self, epoch: int, step: int, timeout: float) -> None:
+        for worker, staged in zip(self.workers, self.staged, strict=True):
+            with contextlib.suppress(AwexdError):
+                worker.apply(staged, timeout)
+        self.served.append((epoch, step))
+
+    def abandon(self) -> None:
+        for worker, staged in zip(self.workers, self.staged, strict=True):
+            if staged is not None:
+                worker.release(staged)
+
+
+@pytest.fixture(params=["one by one", "together"])
+def instance(request: pytest.FixtureRequest, daemon: Daemon, workers: list[Failing]) -> Iterator[WeightReader]:
+    reached = workers if request.param == "one by one" else Crew(workers)
+    with WeightReader("grpo", "e", reached, daemon.socket) as opened:
         yield opened
 
 
@@ -97,61 +130,120 @@ def test_case_13_worker_that_fails_before_any_is_touched(
 ) -> None:
     instance.update()
     writer.publish(2)
-    workers[1].fails_at = "stage"
+    workers[1].fails_to_stage = True
     with pytest.raises(ManifestMismatch) as caught:
         instance.update()
     assert [told["version"] for told in caught.value.details["workers"]] == [(1, 1)] * 3
     assert (instance.state, instance.version) == ("ready", (1, 1))
-    workers[1].fails_at = ""
+    workers[1].fails_to_stage = False
     assert instance.update().step == 2
     assert instance.version == (1, 2)
 
 
-def test_case_13_worker_that_fails_half_way(
+def test_case_13_worker_that_fails_half_way_and_all_are_back_at_the_version_before(
     instance: WeightReader, workers: list[Failing], writer: WeightWriter
 ) -> None:
     instance.update()
     writer.publish(2)
-    workers[1].fails_at = "apply"
+    workers[1].adapter.failures = 1
+    with pytest.raises(AwexdError, match="KeyError: 'no such layer'") as caught:
+        instance.update()
+    assert [told["version"] for told in caught.value.details["workers"]] == [(1, 1)] * SIZE
+    assert caught.value.__notes__ == ["e runs on epoch 1 step 1 again"]
+    assert (instance.state, instance.version) == ("ready", (1, 1))
+    for step in (2, 3):
+        if step == 3:
+            writer.publish(3)
+        assert instance.update().step == step
+        assert (instance.state, instance.version) == ("ready", (1, step))
+
+
+def test_case_13_worker_that_fails_for_good(
+    instance: WeightReader, workers: list[Failing], writer: WeightWriter
+) -> None:
+    instance.update()
+    writer.publish(2)
+    workers[1].adapter.failures = 2
     with pytest.raises(AwexdError) as caught:
         instance.update()
-    assert [told["version"] for told in caught.value.details["workers"]] == [(1, 2), (1, 1), (1, 2)]
-    assert (instance.state, instance.version) == ("dirty", None), "two versions in one engine"
-    workers[1].fails_at = ""
-    assert instance.update().step == 2
+    assert "could not be applied again" in caught.value.__notes__[0]
+    assert [told["state"] for told in caught.value.details["workers"]] == ["ready", "dirty", "ready"]
+    assert (instance.state, instance.version) == ("dirty", None)
+    for _ in range(3):  # at the latest when the rounds have caught up
+        instance.update()
+        if instance.version == (1, 2):
+            break
     assert (instance.state, instance.version) == ("ready", (1, 2))
 
 
-def test_case_13_retry_after_newer_versions_converges(
-    instance: WeightReader, workers: list[Failing], writer: WeightWriter
+def test_case_13_first_update_that_fails_leaves_an_instance_that_is_not_ready(
+    instance: WeightReader, workers: list[Failing]
+) -> None:
+    workers[0].adapter.failures = 1
+    with pytest.raises(AwexdError) as caught:
+        instance.update()
+    assert caught.value.__notes__ == ["e had no version before: it is not ready until an update succeeds"]
+    assert (instance.state, instance.version) == ("dirty", None)
+    assert instance.update().step == 1
+    assert (instance.state, instance.version) == ("ready", (1, 1))
+
+
+def test_case_13_version_before_that_is_gone_is_not_had_again(
+    instance: WeightReader, workers: list[Failing], writer: WeightWriter, daemon: Daemon
 ) -> None:
     instance.update()
-    workers[1].fails_at = "apply"
     writer.publish(2)
-    with pytest.raises(AwexdError):
+    daemon.ask("drop", job="grpo", step=1)
+    workers[1].adapter.failures = 1
+    with pytest.raises(AwexdError) as caught:
         instance.update()
-    workers[1].fails_at = ""
-    writer.publish(3)
-    for _ in range(3):
-        try:
-            instance.update()
-        except AwexdError:
-            continue
-        if instance.version == (1, 3):
-            break
-    assert (instance.state, instance.version) == ("ready", (1, 3))
+    assert "could not be applied again" in caught.value.__notes__[0]
+    assert instance.state == "dirty"
+    assert instance.update().step == 2
+    assert (instance.state, instance.version) == ("ready", (1, 2))
 
 
 def test_case_13_retry_at_a_later_step_by_number_converges(
     instance: WeightReader, workers: list[Failing], writer: WeightWriter
 ) -> None:
     instance.update()
-    workers[1].fails_at = "apply"
+    workers[1].adapter.failures = 2
     writer.publish(2)
-    with pytest.raises(AwexdError) as caught:
+    with pytest.raises(AwexdError):
         instance.update(step=2)
-    assert [worker["version"] for worker in caught.value.details["workers"]] == [(1, 2), (1, 1), (1, 2)]
-    workers[1].fails_at = ""
     writer.publish(3)
     assert instance.update(step=3).step == 3
     assert (instance.state, instance.version) == ("ready", (1, 3))
+
+
+def test_version_is_waited_for_before_any_worker_is_asked(
+    daemon: Daemon, workers: list[Failing], writer: WeightWriter
+) -> None:
+    crew = Crew(workers)
+    with WeightReader("grpo", "e", crew, daemon.socket) as instance:
+        assert instance.update().step == 1
+        crew.staged = []
+        with pytest.raises(DeadlineExceeded, match=r"grpo: waited 0.2 s for step 2 to be committed"):
+            instance.update(2, timeout=0.2)
+        assert crew.staged == []
+        updating = Background(lambda: instance.update(2))
+        writer.publish(2)
+        assert updating.result().step == 2
+    with (
+        WeightReader("none", "e", crew, daemon.socket) as unknown,
+        pytest.raises(DeadlineExceeded, match="for its first committed version"),
+    ):
+        unknown.update(timeout=0.1)
+
+
+def test_engine_whose_workers_have_not_all_registered(daemon: Daemon, workers: list[Failing]) -> None:
+    with WeightReader("grpo", "other", Crew([]), daemon.socket) as unknown:
+        with pytest.raises(VersionUnavailable, match="no worker of engine other has registered"):
+            unknown.update()
+        assert (unknown.state, unknown.version) == ("empty", None)
+    workers[2].worker.close()
+    with (
+        WeightReader("grpo", "e", Crew(workers[:2]), daemon.socket) as partial,
+        pytest.raises(AwexdError, match=r"of 3 workers only ranks \[0, 1\] are registered"),
+    ):
+        partial.update()

@@ -93,7 +93,7 @@ def test_world_that_shrinks_and_grows_with_new_epochs(daemon: Daemon) -> None:
             writer.close()
     rows = daemon.ask("versions", job=None)["versions"]
     assert [(row["epoch"], row["ranks"]) for row in rows] == [(3, 4), (2, 2)]
-    assert len(daemon.segments()) == 6
+    daemon.await_segments(6)
 
 
 def test_rank_may_be_a_step_ahead_of_another(daemon: Daemon) -> None:

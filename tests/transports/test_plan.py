@@ -17,6 +17,7 @@ from awexd_transports.joined import runs
 from awexd_transports.layout import Box, Entry, Manifest
 from awexd_transports.names import Ints
 from awexd_transports.plan import Copy, Plan, compare, plan, unexpected
+from awexd_transports.shard import PAIRS
 from awexd_transports.share import share
 from tests.transports.strategies import (
     Memory,
@@ -447,6 +448,18 @@ def test_a_layout_moves_whole_or_not_at_all() -> None:
     half = Manifest.of([replace(one("m", shape, rows(shape, 0, 3)), layout="marlin")])
     with pytest.raises(ManifestMismatch, match="layout marlin moves whole"):
         plan([source], [half])
+
+
+def test_a_layout_that_is_only_another_shape_is_cut_as_a_plain_tensor_is() -> None:
+    shape = (6, 4, 2)
+    source = [Manifest.of([replace(one("m", shape), layout=PAIRS)])] * 2
+    box = Box((1, 2, 1), (3, 2, 1))
+    destination = Manifest.of([replace(one("m", shape, box), layout=PAIRS)])
+    copies = plan(share(source), [destination], partial=True).copies
+    assert sum(copy.box.numel for copy in copies) == box.numel
+    assert all(copy.box.intersect(box) == copy.box for copy in copies)
+    with pytest.raises(ManifestMismatch, match="in layout pairs"):
+        plan(source, [manifest(one("m", shape, box))], partial=True)
 
 
 def test_a_tensor_without_elements_must_still_be_known() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from awexd_transports.errors import ManifestMismatch
 from awexd_transports.layout import Box, Entry, Manifest, TensorSpec
+from awexd_transports.shard import PAIRS
 from awexd_transports.share import share
 from tests.transports.strategies import even, manifest, meshes, one, ragged, specs, whole
 
@@ -193,6 +194,13 @@ def test_share_never_cuts_a_layout() -> None:
     check(registered, shared)
     assert all(entry.box == whole((6, 4)) for m in shared for entry in m.entries)
     assert sorted(len(m.entries) for m in shared) == [2, 3]
+
+
+def test_share_cuts_a_layout_that_is_only_another_shape() -> None:
+    registered = [Manifest.of([replace(one("m", (4096, 64, 2)), layout=PAIRS)])] * 4
+    shared = share(registered)
+    check(registered, shared)
+    assert [m.nbytes for m in shared] == [registered[0].nbytes // 4] * 4
 
 
 def test_share_refuses_parts_of_a_layout_that_overlap_without_being_the_same() -> None:

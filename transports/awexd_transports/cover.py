@@ -121,7 +121,7 @@ class Cover:
         """What follows a layout moves whole; for names that do not, at whose turn that was seen."""
         joined = self._joined
         refused: dict[int, _Turn] = {}
-        inside = np.flatnonzero(joined.layout[joined.place[destination]])
+        inside = np.flatnonzero(joined.atomic[joined.place[destination]])
         for at in sorted(inside.tolist(), key=lambda at: self._turn(int(destination[at]))):
             row, name = int(destination[at]), int(joined.row_name[destination[at]])
             whole = joined.box(row)

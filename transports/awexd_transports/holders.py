@@ -35,8 +35,8 @@ class Holders:
         self._joined = joined
         self.irregular = np.zeros(len(joined.first), bool)
         self.irregular[joined.row_name[joined.aliased()]] = True
-        if joined.layout.any():
-            self.irregular[joined.name[joined.layout > 0]] = True
+        if joined.atomic.any():
+            self.irregular[joined.name[joined.atomic]] = True
         tangled = self._gather()
         if tangled.any():
             self.irregular |= tangled

@@ -11,6 +11,7 @@ import numpy as np
 from awexd_transports.dtypes import ITEMSIZE
 from awexd_transports.layout import Box, Entry, Manifest
 from awexd_transports.names import Bools, Ints, Names, keys, numbered, padded, renumbered
+from awexd_transports.shard import RESHAPES
 
 
 class Joined:
@@ -86,11 +87,16 @@ class Joined:
         return renumbered([c.dtypes for c in self._columns], [c.dtype for c in self._columns])
 
     @cached_property
-    def layout(self) -> Ints:
-        """Layout of each place: 0 is a plain slice."""
+    def _layouts(self) -> tuple[Ints, tuple[str, ...]]:
         if not any(columns.layouts for columns in self._columns):
-            return np.zeros(len(self.name), np.int64)
-        return renumbered([("", *c.layouts) for c in self._columns], [c.layout for c in self._columns])[0]
+            return np.zeros(len(self.name), np.int64), ("",)
+        return renumbered([("", *c.layouts) for c in self._columns], [c.layout for c in self._columns])
+
+    @cached_property
+    def atomic(self) -> Bools:
+        """Whether what lies at each place follows a layout in which it moves whole."""
+        codes, words = self._layouts
+        return np.array([word not in RESHAPES and word != "" for word in words])[codes]
 
     @cached_property
     def itemsize(self) -> Ints:
@@ -104,7 +110,7 @@ class Joined:
         later = np.flatnonzero(first != self._all_places)
         first = first[later]
         unlike = np.zeros(len(first), bool)
-        for column in (self._dtypes[0], self.layout, self.ndim, *self.extent.T):
+        for column in (self._dtypes[0], self._layouts[0], self.ndim, *self.extent.T):
             unlike |= column[later] != column[first]
         return later[unlike]
 

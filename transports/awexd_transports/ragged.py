@@ -13,6 +13,7 @@ from awexd_transports.errors import ManifestMismatch
 from awexd_transports.joined import Joined
 from awexd_transports.layout import Box, Entry
 from awexd_transports.names import Bools
+from awexd_transports.shard import RESHAPES
 
 Ranks = tuple[int, ...]
 
@@ -41,7 +42,7 @@ class Tensor:
 
     @property
     def atomic(self) -> bool:
-        return self.first.layout is not None
+        return self.first.layout is not None and self.first.layout not in RESHAPES
 
 
 class Cell:

@@ -16,6 +16,11 @@ from awexd_transports.errors import InvalidArgument
 if TYPE_CHECKING:
     import torch
 
+PAIRS = "pairs"
+"""The checkpoint's last dimension, of 2n elements, as two: ``[..., n, 2]``. Gate and up of gpt-oss interleave so."""
+RESHAPES = frozenset({PAIRS})
+"""Layouts that are only another shape of the same elements in the same order: their boxes may be cut like a plain
+tensor's. What follows any other layout moves whole."""
 MAX_NAME_BYTES = 1024
 MAX_DIMS = 16
 MAX_ELEMENTS = 1 << 48
@@ -70,7 +75,8 @@ class Entry:
         tensor: the global tensor it is part of.
         box: its part, in global coordinates.
         piece: which stored piece of the rank holds it; entries with the same number are aliases of one storage.
-        layout: None for a plain slice, else the name of a permutation both sides know.
+        layout: None for a plain slice, else the name of a permutation both sides know; ``tensor.shape`` and ``box``
+            are then those in the layout.
     """
 
     tensor: TensorSpec
@@ -91,7 +97,8 @@ class Shard:
         tensor: the local view, any strides; never copied here.
         global_shape: shape of the whole tensor; omitted together with ``offset``: ``tensor`` is the whole.
         offset: first element of the box, one number a dimension; the box's shape is the view's.
-        layout: named permutation, where the part is not a plain slice.
+        layout: named permutation, where the part is not a plain slice; with ``"pairs"`` all of the above have the
+            checkpoint's last dimension as ``[n, 2]``.
 
     Raises:
         InvalidArgument: a box that is not inside the global shape, or only one of shape and offset.

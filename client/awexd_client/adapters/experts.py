@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from awexd_transports.errors import InvalidArgument
 from awexd_transports.layout import Box, Shard
+from awexd_transports.shard import PAIRS
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,9 @@ SPLIT: dict[str, ExpertNames] = {
 FUSED_ON_DISK = frozenset({"gpt_oss", "llama4", "llama4_text"})
 """Families whose checkpoints hold the experts fused, under the names and in the layout that memory has."""
 
+_PAIRED = re.compile(r"(?:.*\.)?mlp\.experts\.gate_up_proj(?:_bias)?")
+"""Of gpt-oss, in memory as in its checkpoints: the last dimension is gate and up of one feature after another
+(transformers/models/gpt_oss/modeling_gpt_oss.py, GptOssExperts)."""
 _FUSED = re.compile(r"(?P<base>(?:.*\.)?experts)\.(?P<part>gate_up_proj|down_proj)")
 _MLP = re.compile(r"(^|\.)mlp\.")
 
@@ -58,6 +62,9 @@ def checkpoint_shards(shard: Shard, family: str | None) -> Iterator[Shard]:
     Raises:
         InvalidArgument: fused experts of a family whose checkpoint layout is not known.
     """
+    if family == "gpt_oss" and _PAIRED.fullmatch(shard.name):
+        yield paired(shard)
+        return
     names = SPLIT.get(family or "")
     fused = _FUSED.fullmatch(shard.name) if len(shard.global_shape) == 3 else None
     if fused and family and not names and family not in FUSED_ON_DISK:
@@ -87,6 +94,21 @@ def checkpoint_shards(shard: Shard, family: str | None) -> Iterator[Shard]:
             held = shard.box.intersect(whole)
             if held:
                 yield _part(shard, f"{base}.{expert}.{leaf}.weight", held, whole, matrix.shape)
+
+
+def paired(shard: Shard) -> Shard:
+    """The same part in the layout ``pairs``, in which other layouts of such a tensor are plain slices.
+
+    Raises:
+        InvalidArgument: it cuts a pair.
+    """
+    *before, last = shard.global_shape
+    first, length = shard.offset[-1], shard.tensor.shape[-1]
+    if last % 2 or first % 2 or length % 2:
+        raise InvalidArgument(f"{shard.name}: {shard.box} of {list(shard.global_shape)} cuts pairs of gate and up")
+    view = shard.tensor.view(*shard.tensor.shape[:-1], length // 2, 2)
+    offset = (*shard.offset[:-1], first // 2, 0)
+    return Shard(shard.name, view, (*before, last // 2, 2), offset, layout=PAIRS)
 
 
 def _part(shard: Shard, name: str, held: Box, whole: Box, global_shape: tuple[int, ...]) -> Shard:

@@ -6,18 +6,24 @@ from collections.abc import Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from awexd_client.adapters.base import Adapter
+from awexd_client.adapters.base import Adapter, EngineWeights
 from awexd_client.adapters.fsdp import FSDPAdapter
 from awexd_client.adapters.hf import HFAdapter
 from awexd_client.adapters.megatron import MegatronAdapter
+from awexd_client.adapters.vllm import VLLMAdapter
 from awexd_client.adapters.watch import Watch
 from awexd_transports.errors import InvalidArgument
 from awexd_transports.layout import Shard
 
 GROUP = "awexd.adapters"
-BUILT_IN: dict[str, type[Adapter]] = {"megatron": MegatronAdapter, "fsdp": FSDPAdapter, "hf": HFAdapter}
-"""In the order in which they are asked; MegatronAdapter takes only Megatron-Core's models, FSDPAdapter only what has
-DTensors, HFAdapter any module or mapping."""
+BUILT_IN: dict[str, type[Adapter]] = {
+    "megatron": MegatronAdapter,
+    "vllm": VLLMAdapter,
+    "fsdp": FSDPAdapter,
+    "hf": HFAdapter,
+}
+"""In the order in which they are asked; MegatronAdapter and VLLMAdapter take only models of theirs, FSDPAdapter only
+what has DTensors, HFAdapter any module or mapping."""
 
 
 def shards_of(target: object, adapter: str | Adapter | None = None) -> list[Shard]:
@@ -32,19 +38,27 @@ def shards_of(target: object, adapter: str | Adapter | None = None) -> list[Shar
         InvalidArgument: nothing understands the target, no adapter of that name (says which there are), two adapters of
             one name, or a tensor that cannot be handed out (by name).
     """
-    return look_up(target, adapter)[0]
+    return list(weights_of(target, adapter).direct)
 
 
-def look_up(target: object, adapter: str | Adapter | None = None) -> tuple[list[Shard], Adapter | None]:
-    """As :func:`shards_of`, with the adapter that understood the target; None where it was Shards already."""
-    if adapter is None:
+def weights_of(target: object, adapter: str | Adapter | None = None, *, to_fill: bool = False) -> EngineWeights:
+    """As ``shards_of``, with what else the adapter says of them.
+
+    Args:
+        to_fill: for a reader: an engine's adapter may have its engine load some itself.
+    """
+    if adapter is not None:
+        chosen = find(adapter) if isinstance(adapter, str) else _checked(adapter, "the adapter given")
+    else:
         given = _given_shards(target)
         if given is not None:
-            return given, None
+            return EngineWeights(given)
         chosen = _choose(target)
-    else:
-        chosen = find(adapter) if isinstance(adapter, str) else _checked(adapter, "the adapter given")
-    return list(chosen.shards(target)), chosen
+    by_engine = getattr(chosen, "engine_weights", None) if to_fill else None
+    if by_engine is not None:
+        found: EngineWeights = by_engine(target)
+        return found
+    return EngineWeights(list(chosen.shards(target)), check=getattr(chosen, "check_current", None))
 
 
 def watch(target: object) -> Watch:

@@ -1,0 +1,155 @@
+"""What a reader does before an update: which sources fill its tensors, and the tables for the slots of a version."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+from awexd.protocol import MAX_KEEP
+from awexd_client.endpoint import Deadline, Endpoint
+from awexd_client.holding import Holding
+from awexd_client.tables import Prepared, Sources, prepare
+from awexd_transports.errors import InvalidArgument, ManifestMismatch, VersionUnavailable
+from awexd_transports.layout import Manifest
+from awexd_transports.plan import plan, unexpected
+
+_Held = tuple[str, tuple[tuple[str, bool], ...]]
+"""The digest of a set of manifests; the id of each rank's segment, and whether it has checksums."""
+
+TABLES_KEPT = 2 * (MAX_KEEP + 1)
+_log = logging.getLogger(__name__)
+
+
+class Preparing(Endpoint):
+    """The registered tensors of a reader, and what has been planned and mapped for them."""
+
+    def __init__(
+        self,
+        job: str,
+        engine: str,
+        rank: int,
+        world_size: int,
+        socket: str | os.PathLike[str] | None,
+        *,
+        mode: str,
+        transport: str,
+        verify: str,
+        timeout: float,
+    ) -> None:
+        super().__init__(
+            job,
+            rank,
+            world_size,
+            socket,
+            mode=mode,
+            transport=transport,
+            verify=verify,
+            writable=False,
+            timeout=timeout,
+        )
+        self.engine = engine
+        self._holding_: Holding | None = None
+        self._sources: OrderedDict[str, Sources] = OrderedDict()
+        self._checked: set[str] = set()
+        self._warned = False
+        self._tables: OrderedDict[_Held, Prepared] = OrderedDict()
+
+    @property
+    def _holding(self) -> Holding:
+        if self._holding_ is None:
+            raise InvalidArgument("register(...) comes first")
+        return self._holding_
+
+    def _prepare(self, answer: dict[str, Any], deadline: Deadline) -> Prepared:
+        """Everything that can fail before a byte is touched: plan, mappings, contradicting aliases."""
+        segments = answer["segments"]
+        key = (answer["set"], tuple((segment_id, stored) for segment_id, _, stored in segments))
+        prepared = self._tables.get(key)
+        if prepared is None:
+            prepared = self._tables[key] = self._build(answer["set"], segments, deadline)
+            while len(self._tables) > TABLES_KEPT:
+                self._tables.popitem(last=False)
+        self._tables.move_to_end(key)
+        prepared.live.check()
+        return prepared
+
+    def _build(self, set_digest: str, segments: Sequence[tuple[str, int, bool]], deadline: Deadline) -> Prepared:
+        sources = self._sources_of(set_digest, deadline)
+        wanted = [(segments[rank][0], segments[rank][1]) for rank in sources.ranks]
+        mapped = dict(zip(sources.ranks, self._map(wanted, deadline), strict=True))
+        summed = tuple(rank for rank in sources.ranks if segments[rank][2]) if self.verify_mode == "checksum" else None
+        if summed is not None and len(summed) < len(sources.ranks) and not self._warned:
+            self._warned = True
+            _log.warning(
+                '%s is published without checksums: pass verify="checksum" to its WeightWriter too; '
+                "until then only the copy is checked, not what is held",
+                self.job,
+            )
+        return prepare(self._holding, sources, mapped, summed)
+
+    def _sources_of(self, set_digest: str, deadline: Deadline) -> Sources:
+        if set_digest not in self._sources:
+            self._fetch_sources(self._holding, set_digest, deadline)
+        if self.world_size > 1 and set_digest not in self._checked:
+            self._check_unexpected(self._sources[set_digest].manifests, deadline)
+            self._checked.add(set_digest)
+        self._sources.move_to_end(set_digest)
+        while len(self._sources) > TABLES_KEPT:
+            self._sources.popitem(last=False)
+        return self._sources[set_digest]
+
+    def _fetch_sources(self, holding: Holding, set_digest: str | None, deadline: Deadline) -> None:
+        """Asks what is published and plans how it fills ``holding``.
+
+        Raises:
+            ManifestMismatch: it does not.
+        """
+        answer = self._ask_for_manifests("read.sources", deadline.left(), job=self.job, set=set_digest)
+        if answer["set"] is None:
+            if set_digest is not None:
+                raise VersionUnavailable(f"{self.job}: what this version's bytes mean is not known any more")
+            return
+        manifests = tuple(self._manifests[digest] for digest in answer["ranks"])
+        # Where this worker is its whole engine, missing and unexpected names are told together.
+        planned = plan(manifests, [holding.manifest], partial=self.world_size > 1)
+        self._manifests.clear()
+        self._sources[answer["set"]] = Sources(manifests, planned)
+
+    def _check_unexpected(self, manifests: Sequence[Manifest], deadline: Deadline) -> None:
+        """Refuses names that no worker of the engine declares; waits for its siblings where it cannot tell alone."""
+        extra = unexpected(manifests, [self._holding.manifest])
+        if extra:
+            answer = self._ask_for_manifests("read.siblings", deadline.left())
+            extra = unexpected(manifests, [self._manifests[digest] for digest in answer["ranks"]])
+            self._manifests.clear()
+        if extra:
+            raise ManifestMismatch.between(
+                f"{self.job} publishes what no worker of {self.engine} declares", unexpected=extra, mismatched={}
+            )
+
+    def _refresh(self) -> None:
+        """Looks the target up again where its tensors were rebound or moved: stale memory must never be written."""
+        holding = self._holding
+        if not holding.watch.changed():
+            return
+        fresh = Holding.to_fill(holding.target, holding.adapter)
+        fresh.check_disjoint()
+        if fresh.manifest.digest != holding.manifest.digest:
+            raise ManifestMismatch(
+                f"{self.job}: the registered tensors changed in name, shape or dtype since register(); register again"
+            )
+        self._holding_ = fresh
+        self._forget_tables(None)
+
+    def _forget_sources(self) -> None:
+        self._forget_tables(None)
+        self._sources.clear()
+        self._checked.clear()
+
+    def _forget_tables(self, segments: Sequence[str] | None) -> None:
+        gone = None if segments is None else set(segments)
+        for key in [key for key in self._tables if gone is None or gone & {segment for segment, _ in key[1]}]:
+            del self._tables[key]
