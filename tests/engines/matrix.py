@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import pytest
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "support-matrix.md"
 WRITE = "AWEXD_SUPPORT_MATRIX"
@@ -13,8 +15,8 @@ WRITE = "AWEXD_SUPPORT_MATRIX"
 LAST = "test_support_matrix_is_what_has_passed"
 HEAD = """# Support matrix
 
-Written by `make support-matrix` from tests that ran and passed, on CPUs. Each compares every tensor bit by bit, with
-what is named. `hf` is a plain module or its state dict. What is not here was not run.
+Written by `make support-matrix` from tests that ran and passed, on CPUs. Each compares every tensor, or what it is said
+to compare, with what is named. `hf` is a plain module or its state dict. What is not here was not run.
 
 | model | trainer | engine | compared with |
 | --- | --- | --- | --- |
@@ -28,6 +30,11 @@ class Line(NamedTuple):
     trainer: str
     engine: str
     checked: str
+
+
+def line(*values: object, model: str, trainer: str, engine: str, checked: str) -> Any:
+    """Parameters of a test that shows a line, if it passes."""
+    return pytest.param(*values, marks=pytest.mark.matrix(model=model, trainer=trainer, engine=engine, checked=checked))
 
 
 @dataclass

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.daemons import Daemon
+from tests.engines.matrix import line
 from tests.engines.sglang.conftest import publish, run_worker, tensors
 from tests.engines.sglang.workers.checkpoints import FAMILIES
 
@@ -105,8 +106,14 @@ def reports(module_daemon: Daemon, checkpoints: Path, tmp_path_factory: pytest.T
 RANKS = [(family, layout, rank) for family, layout in CASES for rank in range(LAYOUTS[layout].ranks)]
 
 
+def told(family: str, layout: str, rank: int) -> Any:
+    """A rank with its line of the support matrix."""
+    label = f"sglang {layout.upper().replace('_', ', ').replace('FUSED', 'shared expert fused')}"
+    return line(family, layout, rank, model=family, trainer="hf", engine=label, checked="SGLang's own loader")
+
+
 @pytest.mark.parametrize("path", ["direct", "loader"])
-@pytest.mark.parametrize(("family", "layout", "rank"), RANKS)
+@pytest.mark.parametrize(("family", "layout", "rank"), [told(*each) for each in RANKS])
 def test_every_tensor_is_what_sglang_loads_itself(
     reports: Reports, family: str, layout: str, rank: int, path: str
 ) -> None:
