@@ -25,9 +25,9 @@ from tests.daemons import Daemon
 from tests.engines.vllm.running import environ, python
 from tests.engines.vllm.workers.generation import PROMPT, TOKENS, corrupt, generated
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
-START_SECONDS = 200.0
+START_SECONDS = 300.0
 ASIDE = "model.layers.0.self_attn.q_proj.weight"
 DIRECT = "model.layers.0.input_layernorm.weight"
 
