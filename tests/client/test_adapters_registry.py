@@ -116,7 +116,7 @@ def test_entry_points_of_the_project_are_where_the_adapters_are() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     points = project["entry-points"]["awexd.adapters"]
     places = {name: f"{cls.__module__}:{cls.__qualname__}" for name, cls in BUILT_IN.items()}
-    assert points == {name: places[name] for name in points}
+    assert [name for name in points.keys() & places if points[name] != places[name]] == []
 
 
 def test_our_own_entry_points_are_no_duplicates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 PYTHON = ROOT / ".engines" / "vllm" / "bin" / "python"
 WORKERS = Path(__file__).parent / "workers"
-SECONDS = 400.0
+SECONDS = 500.0
 _TAIL = 4000
 
 Report = dict[str, Any]

@@ -20,7 +20,7 @@ import pytest
 from tests.engines.vllm.running import environ, python
 from tests.engines.vllm.workers.generation import PROMPT, TOKENS
 
-START_SECONDS = 200.0
+START_SECONDS = 300.0
 PLUGINS = Path(__file__).parent / "plugins"
 """What is in it vLLM finds by its entry points, as if it were installed."""
 

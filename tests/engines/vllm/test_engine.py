@@ -9,7 +9,7 @@ import pytest
 from tests.daemons import Daemon
 from tests.engines.vllm.running import Report, run
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from tests.engines.matrix import line
 from tests.engines.vllm.running import Report, run
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 DENSE = ["gemma2", "gemma3", "glm4"]
 EXPERTS = ["deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe"]

@@ -17,7 +17,7 @@ from tests.daemons import Daemon
 from tests.engines.vllm.serving import Server, serving
 from tests.engines.vllm.workers.generation import corrupt, generated
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ASIDE = "model.layers.0.self_attn.q_proj.weight"
 DIRECT = "model.layers.0.input_layernorm.weight"

@@ -11,7 +11,7 @@ from tests.daemons import Daemon
 from tests.engines.matrix import line
 from tests.engines.vllm.running import Report, run
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 PACKED = ["llama", "qwen3_tied", "qwen3_moe", "deepseek_v3"]
 PLAIN = ["qwen2", "qwen3", "qwen3_tied", "qwen3_moe", "deepseek_v3"]
