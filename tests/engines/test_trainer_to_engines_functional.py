@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -132,7 +133,7 @@ class Scene:
         """The same, once each engine has loaded that checkpoint itself."""
         asked = {"method": "reload_weights", "kwargs": {"weights_path": str(checkpoint)}}
         self.vllm.ask("collective_rpc", asked)
-        self.vllm.ask("reset_prefix_cache")
+        self.vllm.ask("reset_prefix_cache", {})
         self.sglang.loads_itself(checkpoint)
         return self.states()
 
@@ -194,3 +195,25 @@ def test_three_updates_in_a_row_of_which_the_second_fails(scene: Scene) -> None:
     assert scene.loaded(third) == after_third
     assert after_first["vllm"]["tokens"] != after_third["vllm"]["tokens"]
     assert after_third["vllm"]["tokens"] == after_third["sglang"]["tokens"]
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_dry_run_foresees_what_has_been_registered(scene: Scene, engine: str) -> None:
+    """Who sends how much to whom, from a configuration and two specifications, and from the adapters themselves."""
+
+    def planned(*arguments: str) -> dict[str, Any]:
+        command = [sys.executable, "-m", "awexd.ctl", "plan", "--json", *arguments]
+        return dict(json.loads(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout))
+
+    def links(plan: dict[str, Any], name: str) -> list[dict[str, Any]]:
+        return [{**link, "engine": ""} for link in plan["links"] if link["engine"] == name]
+
+    model = scene.reference.write(f"planned-{engine}", scene.reference.weights)
+    trainer, workers = f"megatron:tp={TP},pp={PP}", f"{engine}:tp=2"
+    foreseen = planned(
+        "--model", str(model / "config.json"), "--train", trainer, "--infer", workers, "--dtype", "float32"
+    )
+    registered = planned("--job", "grpo", "--socket", scene.daemon.socket)
+    assert foreseen["works"]
+    assert registered["works"]
+    assert links(foreseen, f"{engine} 0") == links(registered, engine) != []

@@ -51,7 +51,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": {**_without(_SHORT, "head_dim"), "model_type": "qwen2"},
     "qwen3": {**_SHORT, "model_type": "qwen3"},
     # Sizes that engines on CPUs can run.
-    "served": {**_SHORT, "model_type": "qwen3", "hidden_size": 128, "intermediate_size": 256, "head_dim": 32},
+    "served": {
+        **_SHORT,
+        "model_type": "qwen3",
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+    },
     "mixtral": {**_SHORT, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {
         **_without(_SHORT, "head_dim"),

@@ -9,7 +9,8 @@ Other layouts must deliver the very same bytes.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from awexd.dryrun.families import FAMILIES, model_of
+from awexd.dryrun.spec import TRAINERS, parse
+from awexd.dryrun.trainers import trainer
 from awexd_client import WorkerWeightsReader
 from tests.daemons import Daemon
 from tests.engines.environments import run_ranks
@@ -187,6 +191,36 @@ def test_places_agree_with_sharded_state_dict(trainers: Trainers, job: str) -> N
         shard for rank in trainers.reports[job] for shard in rank if shard["key_offset"] != key_offset(shard, config)
     ]
     assert wrong == []
+
+
+def spec_of(job: str) -> str | None:
+    """What ``awexctl plan`` calls a job's layout, where it has words for it."""
+    parts = [part for part in job.removeprefix(config_of(job)).split("-") if part]
+    found = [re.fullmatch(r"(tp|pp|vpp|ep|etp|dp)(\d+)", part) for part in parts]
+    words = [f"{one[1]}={one[2]}" for one in found if one]
+    known = CONFIGS[config_of(job)]["model_type"] in FAMILIES and len(words) == len(parts)
+    return ",".join(words) if known and "etp" not in words and job not in MTP else None
+
+
+def held(entries: Iterable[tuple[str, Sequence[int], Sequence[int], Sequence[int]]]) -> dict[str, torch.Tensor]:
+    """Which elements of each tensor a rank has."""
+    masks: dict[str, torch.Tensor] = {}
+    for name, whole, offset, shape in entries:
+        mask = masks.setdefault(name, torch.zeros(tuple(whole), dtype=torch.bool))
+        mask[tuple(slice(at, at + n) for at, n in zip(offset, shape, strict=True))] = True
+    return masks
+
+
+@pytest.mark.parametrize("job", [job for job in WORLD_OF if spec_of(job) is not None])
+def test_dry_run_knows_what_each_rank_holds(trainers: Trainers, job: str) -> None:
+    spec = f"megatron:{spec_of(job)}" if spec_of(job) else "megatron:tp=1"
+    planned = trainer(model_of(CONFIGS[config_of(job)], "float32"), parse(spec, TRAINERS))
+    assert len(planned) == WORLD_OF[job]
+    for manifest, shards in zip(planned, trainers.reports[job], strict=True):
+        foreseen = held((e.tensor.name, e.tensor.shape, e.box.offset, e.box.shape) for e in manifest.entries)
+        found = held((s["name"], s["global_shape"], s["offset"], s["shape"]) for s in shards)
+        assert foreseen.keys() == found.keys()
+        assert [name for name, mask in found.items() if not torch.equal(mask, foreseen[name])] == []
 
 
 def key_offset(shard: dict[str, Any], config: dict[str, Any]) -> list[int]:
