@@ -43,7 +43,7 @@ def url(models: Path, place: Path) -> Iterator[str]:
     command += ["--dtype", "float32", "--enforce-eager", "--tensor-parallel-size", "2"]
     command += ["--max-model-len", "128", "--max-num-seqs", "4", "--max-num-batched-tokens", "256"]
     command += ["--weight-transfer-config", '{"backend": "awexd"}']
-    log = place / "server.log"
+    log, entries = place / "server.log", set(os.listdir("/dev/shm"))
     variables = environ(VLLM_SERVER_DEV_MODE="1", VLLM_CPU_OMP_THREADS_BIND="0|1")
     with open(log, "wb") as out:
         server = subprocess.Popen(command, stdout=out, stderr=out, env=variables, start_new_session=True)
@@ -57,6 +57,9 @@ def url(models: Path, place: Path) -> Iterator[str]:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGKILL)
         server.wait()
+        for name in set(os.listdir("/dev/shm")) - entries:
+            if name.startswith("vllm_dist_"):  # its workers' own, which it leaves behind
+                os.unlink(f"/dev/shm/{name}")
 
 
 def _await_ready(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
