@@ -28,7 +28,7 @@ PACKAGE := $(VENV)/.package-$(call hash,requirements/base.txt pyproject.toml awe
 	hatch_build.py $(sort $(wildcard $(NATIVE)/*.py $(NATIVE)/*.[ch])))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench bench-peers peers engines $(ENGINES:%=engine-%) clean
+.PHONY: help demo test check bench bench-peers peers engines support-matrix $(ENGINES:%=engine-%) clean
 .NOTPARALLEL: # two pips in one environment break each other
 
 help: ## list the targets
@@ -55,6 +55,9 @@ bench-peers: peers bench ## the same, with the peers' environments made first
 peers: $(PEERS) ## make a virtual environment for each peer in .peers
 
 engines: $(ENGINES:%=engine-%) ## make a virtual environment for each engine in .engines; `make engine-megatron` makes one
+
+support-matrix: $(DEV) $(DEMO) $(PACKAGE) engines ## run the engines' tests and write docs/support-matrix.md from them
+	AWEXD_SUPPORT_MATRIX=write $(BIN)/python -m pytest -q tests/engines
 
 clean: ## remove everything that make and the tools left here, .venv included
 	rm -rf $(VENV) .peers .engines build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis $(NATIVE)/*.so

@@ -12,6 +12,7 @@ on every worker: the next start would else be refused by some.
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -138,7 +139,7 @@ class AwexdWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
             AwexdError: some worker could not, on the last one; what the live tensors hold now, ``status`` tells.
         """
         staged = self._staged
-        versions = self._told_by_all((staged.epoch, staged.step) if staged else None)
+        versions = self._told_by_all(f"{staged.epoch}.{staged.step}" if staged else None)
         if staged is None or len(set(versions)) > 1:
             self._settle(f"the workers have not staged one version: {versions}")
             return
@@ -214,17 +215,28 @@ class AwexdWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
             raise AwexdError(failures[0])
 
     def _told_by_all(self, mine: Any) -> list[Any]:
-        """What each worker of the replica says, in rank order. All must call it."""
-        from torch.distributed import all_gather_object
+        """What each worker of the replica says, in rank order: plain JSON values. All must call it."""
         from vllm.distributed import get_pp_group, get_tp_group
 
         told = [mine]
         for group in (get_tp_group(), get_pp_group()):
             if group.world_size > 1:
-                gathered: list[Any] = [None] * group.world_size
-                all_gather_object(gathered, told, group=group.cpu_group)
-                told = [said for each in gathered for said in each]
+                told = [said for each in _gathered(told, group) for said in each]
         return told
+
+
+def _gathered(mine: list[Any], group: Any) -> list[list[Any]]:
+    """What each rank of a group says. ``torch.distributed.all_gather_object`` would pickle it."""
+    import torch
+    from torch.distributed import all_gather
+
+    body = json.dumps(mine).encode()
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.world_size)]
+    all_gather(sizes, torch.tensor([len(body)]), group=group.cpu_group)
+    room = max(int(size) for size in sizes)
+    said = [torch.zeros(room, dtype=torch.uint8) for _ in sizes]
+    all_gather(said, torch.frombuffer(bytearray(body.ljust(room)), dtype=torch.uint8), group=group.cpu_group)
+    return [json.loads(bytes(one[: int(size)].tolist())) for one, size in zip(said, sizes, strict=True)]
 
 
 def _said(error: BaseException) -> str:

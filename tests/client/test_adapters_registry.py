@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 from awexd_client.adapters import Adapter, shards_of, watch
 from awexd_client.adapters.fsdp import FSDPAdapter
 from awexd_client.adapters.hf import HFAdapter
+from awexd_client.adapters.registry import BUILT_IN
 from awexd_transports.errors import InvalidArgument
 from awexd_transports.layout import Shard
 
@@ -108,6 +110,13 @@ def test_plug_in_is_found_by_name_and_by_target(tmp_path: Path, monkeypatch: pyt
     for adapter in ("toy", None):
         assert [shard.name for shard in shards_of(Trainer(), adapter)] == ["toy"]
     assert [shard.name for shard in shards_of(nn.Linear(1, 1, bias=False))] == ["weight"]
+
+
+def test_entry_points_of_the_project_are_where_the_adapters_are() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    points = project["entry-points"]["awexd.adapters"]
+    places = {name: f"{cls.__module__}:{cls.__qualname__}" for name, cls in BUILT_IN.items()}
+    assert [name for name in points.keys() & places if points[name] != places[name]] == []
 
 
 def test_our_own_entry_points_are_no_duplicates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

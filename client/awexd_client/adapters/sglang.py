@@ -15,7 +15,7 @@ from awexd_client.adapters.base import EngineWeights
 from awexd_client.adapters.names import is_weight_buffer
 from awexd_client.adapters.parts import HostBuffers, Part, arrange
 from awexd_client.adapters.rules import Run, split, stacked, vocabulary
-from awexd_client.adapters.sglang_experts import expert_parts
+from awexd_client.adapters.sglang_experts import expert_parts, stacked_parts
 from awexd_transports.errors import InvalidArgument
 from awexd_transports.layout import Shard
 
@@ -272,8 +272,19 @@ def _dtype(model: torch.nn.Module) -> torch.dtype | None:
 
 def _experts(found: _Module) -> Iterator[Part]:
     found.check("UnquantizedFusedMoEMethod")
+    if found.module.with_bias:
+        found.only("w13_weight", "w2_weight", "w13_weight_bias", "w2_weight_bias")
+        yield from stacked_parts(found.path, found.module, _dtype(found.model))
+        return
     found.only("w13_weight", "w2_weight")
     yield from expert_parts(found.path, found.module, found.reason or _packed(found.module))
+
+
+def _sinks(found: _Module) -> Iterator[Part]:
+    """models/gpt_oss.py, GptOssAttention: one for each query head."""
+    found.only("sinks")
+    runs = split(f"{found.path}.sinks", found.module.total_num_heads, *_rank(found.module.qkv_proj.tp_group))
+    yield replace(found.part("sinks", (runs[0].length,), runs), dtype=_dtype(found.model))
 
 
 _RULES: dict[str, _Rule] = {
@@ -291,6 +302,7 @@ _RULES: dict[str, _Rule] = {
     "sglang.srt.layers.layernorm.Gemma3RMSNorm": _widened,
     "sglang.srt.models.deepseek_v2.MoEGate": _widened,
     "sglang.srt.models.glm4_moe.Glm4MoeGate": _widened,
+    "sglang.srt.models.gpt_oss.GptOssAttention": _sinks,
     "torch.nn.modules.linear.Linear": _whole,
     "torch.nn.modules.sparse.Embedding": _whole,
 }

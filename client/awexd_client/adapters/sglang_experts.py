@@ -50,6 +50,30 @@ def expert_parts(path: str, layer: Any, reason: str | None) -> Iterator[Part]:
         yield Part(f"{path}.w2_weight", w2, (hidden, width), columns, 1, reason or lacks)
 
 
+def stacked_parts(path: str, layer: Any, dtype: torch.dtype | None) -> Iterator[Part]:
+    """gpt-oss: all experts in one checkpoint tensor, input first, gate and up in turn, and biases; SGLang's own loader
+    turns them round (``weight_loader_fused``, models/gpt_oss.py), which is no slice.
+
+    Raises:
+        InvalidArgument: a variant of it that is not understood.
+    """
+    if getattr(layer.w13_weight.weight_loader, "__func__", None) is not type(layer).weight_loader_fused:
+        raise InvalidArgument(f"{path}: experts with biases that checkpoints hold one by one have no rule")
+    if _rebalances():
+        raise InvalidArgument(f"{path}: experts move between ranks while it runs (--enable-eplb)")
+    count, hidden = layer._num_global_routed, layer.hidden_size
+    width = layer.intermediate_size_per_partition * layer.moe_tp_size
+    whole = {
+        "gate_up_proj": (layer.w13_weight, (count, hidden, 2 * width)),
+        "gate_up_proj_bias": (layer.w13_weight_bias, (count, 2 * width)),
+        "down_proj": (layer.w2_weight, (count, width, hidden)),
+        "down_proj_bias": (layer.w2_weight_bias, (count, hidden)),
+    }
+    for name, (live, shape) in whole.items():
+        runs = split(f"{path}.{name}", count, 0, 1)
+        yield Part(f"{path}.{name}", live.detach(), shape, runs, 0, "transposed and interleaved in checkpoints", dtype)
+
+
 def _slot(parameter: torch.Tensor, slot: int, slots: int) -> tuple[torch.Tensor, str | None]:
     """One expert's matrix, or the whole parameter and why its slots are not seen in it."""
     if parameter.ndim != 3 or parameter.shape[0] != slots:

@@ -29,15 +29,7 @@ _NO_SESSION = "must run between"
 
 
 class _Driver(ABC):
-    """The calls of one update, whatever way they go.
-
-    Args:
-        job, engine: of the instance; its workers' readers are made with them.
-        socket: of the daemon, on the instance's node as on this one.
-        pause: what becomes of running requests: ``"retract"`` queues them again, they go on with the new weights;
-            ``"abort"`` ends them. ``"in_place"`` keeps their caches: emptying is refused while there are any.
-        direct: False has the models load everything themselves.
-    """
+    """The calls of one update, whatever way they go; arguments as of SGLangServer."""
 
     def __init__(
         self,
@@ -160,10 +152,15 @@ class _Driver(ABC):
 
 
 class SGLangServer(_Driver):
-    """An SGLang server, over HTTP; arguments as of the class above.
+    """An SGLang server, over HTTP.
 
     Args:
         url: its base, such as ``http://127.0.0.1:30000``.
+        job, engine: of the instance; its workers' readers are made with them.
+        socket: of the daemon, the same path for the server's processes as here.
+        pause: what becomes of running requests: ``"retract"`` queues them again, they go on with the new weights;
+            ``"abort"`` ends them. ``"in_place"`` keeps their caches: emptying is refused while there are any.
+        direct: False has the models load everything themselves.
         api_key: the server's admin or API key, where it has one.
     """
 
@@ -239,7 +236,7 @@ class SGLangWorkers(_Driver):
     """The ``sgl.Engine`` of this process; its calls are made in the thread that made it.
 
     Args:
-        server: the ``sgl.Engine``. Other arguments as of the class above.
+        server: the ``sgl.Engine``. Other arguments as of SGLangServer.
     """
 
     def __init__(

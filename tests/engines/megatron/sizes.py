@@ -50,6 +50,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama_tied": {**_COMMON, "model_type": "llama", "tie_word_embeddings": True},
     "qwen2": {**_without(_SHORT, "head_dim"), "model_type": "qwen2"},
     "qwen3": {**_SHORT, "model_type": "qwen3"},
+    # Sizes that engines on CPUs can run.
+    "served": {**_SHORT, "model_type": "qwen3", "hidden_size": 128, "intermediate_size": 256, "head_dim": 32},
     "mixtral": {**_SHORT, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {
         **_without(_SHORT, "head_dim"),

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from awexd_client import WorkerWeightsReader
 from tests.daemons import Daemon
 from tests.engines.environments import run_ranks
+from tests.engines.matrix import line
 from tests.engines.megatron.sizes import CONFIGS, TOKENS
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -132,7 +133,14 @@ def assert_equal(received: Tensors, expected: Tensors) -> None:
     assert [name for name, tensor in received.items() if not torch.equal(tensor, expected[name])] == []
 
 
-@pytest.mark.parametrize("job", [job for jobs in RUN.values() for job in jobs])
+def told(job: str, checked: str) -> Any:
+    """A job with its line of the support matrix."""
+    config = config_of(job)
+    layout = " ".join(part.upper() for part in job.removeprefix(config).split("-") if part)
+    return line(job, model=config, trainer=f"megatron {layout or '1 process'}", engine="hf", checked=checked)
+
+
+@pytest.mark.parametrize("job", [told(job, "Megatron-Core's logits") for jobs in RUN.values() for job in jobs])
 def test_transformers_with_the_weights_received_computes_megatrons_logits(trainers: Trainers, job: str) -> None:
     model = empty_model(config_of(job))
     trainers.receive(job, model)
@@ -143,7 +151,14 @@ def test_transformers_with_the_weights_received_computes_megatrons_logits(traine
 
 
 @pytest.mark.parametrize(
-    "job", [job for table in (RUN, ALIKE) for world in table for job in table[world] if job not in CONFIGS]
+    "job",
+    [
+        told(job, "the bytes of 1 process")
+        for table in (RUN, ALIKE)
+        for world in table
+        for job in table[world]
+        if job not in CONFIGS
+    ],
 )
 def test_every_layout_delivers_the_bytes_that_one_process_does(
     trainers: Trainers, alone: dict[str, Tensors], job: str

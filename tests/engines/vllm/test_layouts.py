@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.engines.matrix import line
 from tests.engines.vllm.running import Report, run
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -31,7 +32,13 @@ def ranks(models: Path, place: Path) -> list[Report]:
     return run("layouts.py", [{**shared, "rank": rank} for rank in range(2)], place)
 
 
-@pytest.mark.parametrize(("case", "family"), EACH)
+@pytest.mark.parametrize(
+    ("case", "family"),
+    [
+        line(c, f, model=f, trainer="layout only", engine=f"vllm 2 ranks, {c}", checked="vLLM's own loader")
+        for c, f in EACH
+    ],
+)
 def test_each_part_is_what_vllm_loaded_and_the_rest_is_padding(ranks: list[Report], case: str, family: str) -> None:
     for rank in ranks:
         found = rank[case][family]

@@ -2,14 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import select
-import signal
-import socket
-import subprocess
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,66 +14,27 @@ from awexd_client import WeightReader, WeightWriter
 from awexd_client.vllm import VLLMServer
 from awexd_transports.errors import AwexdError
 from tests.daemons import Daemon
-from tests.engines.vllm.running import environ, python
-from tests.engines.vllm.workers.generation import PROMPT, TOKENS, corrupt, generated
+from tests.engines.vllm.serving import Server, serving
+from tests.engines.vllm.workers.generation import corrupt, generated
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
-START_SECONDS = 300.0
 ASIDE = "model.layers.0.self_attn.q_proj.weight"
 DIRECT = "model.layers.0.input_layernorm.weight"
 
 
 @pytest.fixture(scope="module")
-def url(models: Path, place: Path) -> Iterator[str]:
-    """A running server's; it and its workers are gone afterwards."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [python(), "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--model", str(models / "qwen3" / "old"), "--served-model-name", "tiny"]
-    command += ["--dtype", "float32", "--enforce-eager", "--tensor-parallel-size", "2"]
-    command += ["--max-model-len", "128", "--max-num-seqs", "4", "--max-num-batched-tokens", "256"]
-    command += ["--weight-transfer-config", '{"backend": "awexd"}']
-    log, entries = place / "server.log", set(os.listdir("/dev/shm"))
-    variables = environ(VLLM_SERVER_DEV_MODE="1", VLLM_CPU_OMP_THREADS_BIND="0|1")
-    with open(log, "wb") as out:
-        server = subprocess.Popen(command, stdout=out, stderr=out, env=variables, start_new_session=True)
-    try:
-        _await_ready(server, f"http://127.0.0.1:{port}", log)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            server.wait(30)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-        for name in set(os.listdir("/dev/shm")) - entries:
-            if name.startswith("vllm_dist_"):  # its workers' own, which it leaves behind
-                os.unlink(f"/dev/shm/{name}")
-
-
-def _await_ready(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    handle = os.pidfd_open(server.pid)
-    try:
-        for _ in range(int(START_SECONDS / 0.25)):
-            ended = select.select([handle], [], [], 0.25)[0]
-            if ended:
-                break
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
-                return
-    finally:
-        os.close(handle)
-    pytest.fail(f"the server did not become ready; its log:\n{log.read_text(errors='replace')[-6000:]}")
+def server(models: Path, place: Path) -> Iterator[Server]:
+    with serving(models / "qwen3" / "old", place) as started:
+        yield started
 
 
 class _Sequence:
     """What happens, in order, and what came of it."""
 
-    def __init__(self, url: str, folder: Path, writer: WeightWriter) -> None:
-        self.url, self.folder, self.writer = url, folder, writer
-        self.server = VLLMServer(url)
+    def __init__(self, server: Server, folder: Path, writer: WeightWriter) -> None:
+        self.running, self.folder, self.writer = server, folder, writer
+        self.server = VLLMServer(server.url)
         self.held = self.checkpoint("new")
         self.steps: dict[str, dict[str, Any]] = {}
 
@@ -135,32 +88,16 @@ class _Sequence:
             "error": error,
             "notes": getattr(error, "__notes__", []),
             "result": result,
-            "tokens": self.tokens(),
+            "tokens": self.running.tokens(),
             "expected": generated(self.folder / version),
             "version": self.server.weight_version,
         }
 
-    def tokens(self) -> list[int]:
-        body = {
-            "model": "tiny",
-            "prompt": PROMPT,
-            "max_tokens": TOKENS,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-        }
-        asked = urllib.request.Request(
-            f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(asked, timeout=60) as answer:
-            tokens: list[int] = json.loads(answer.read())["choices"][0]["token_ids"]
-        return tokens
-
 
 @pytest.fixture(scope="module")
-def steps(url: str, models: Path, served: Daemon) -> dict[str, dict[str, Any]]:
+def steps(server: Server, models: Path, served: Daemon) -> dict[str, dict[str, Any]]:
     with WeightWriter("grpo", 0, 1, served.socket, keep=8) as writer:
-        sequence = _Sequence(url, models / "qwen3", writer)
+        sequence = _Sequence(server, models / "qwen3", writer)
         sequence.run(served)
     return sequence.steps
 

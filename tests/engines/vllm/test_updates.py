@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.daemons import Daemon
+from tests.engines.matrix import line
 from tests.engines.vllm.running import Report, run
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -36,7 +37,12 @@ def _task(models: Path, place: Path, served: Daemon, **more: Any) -> dict[str, A
     return {"models": str(models), "socket": served.socket, "store": str(store), **more}
 
 
-@pytest.mark.parametrize("family", PACKED)
+OWN = "vLLM's own loader"
+
+
+@pytest.mark.parametrize(
+    "family", [line(f, model=f, trainer="hf", engine="vllm TP1, packed by oneDNN", checked=OWN) for f in PACKED]
+)
 def test_packed_weights_equal_what_vllm_loads_after_each_of_three_updates(packed: Report, family: str) -> None:
     report = packed[family]
     assert report["changed"] > 10
@@ -44,7 +50,9 @@ def test_packed_weights_equal_what_vllm_loads_after_each_of_three_updates(packed
     assert report["states"] == {version: f"ready 1.{step}" for step, version in enumerate(ROUNDS)}
 
 
-@pytest.mark.parametrize("family", PLAIN)
+@pytest.mark.parametrize(
+    "family", [line(f, model=f, trainer="shards on 2 ranks", engine="vllm TP2", checked=OWN) for f in PLAIN]
+)
 def test_plain_weights_on_two_ranks_equal_what_vllm_loads_after_each_update(plain: list[Report], family: str) -> None:
     for rank in plain:
         assert rank[family]["changed"] > 10

@@ -63,6 +63,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "glm4": ("glm4", {**_BIASED, "partial_rotary_factor": 0.5}, {}),
     "glm4_moe": ("glm4_moe", {**_EXPERTS, **_BIASED, **_GLM_EXPERTS, "use_qk_norm": True}, {}),
+    "gpt_oss": (
+        "gpt_oss",
+        {"head_dim": 32, "intermediate_size": 64, "num_local_experts": 8, "num_experts_per_tok": 2},
+        {},
+    ),
     "gemma2": ("gemma2", {"head_dim": 32, "tie_word_embeddings": True}, {"hidden_act": "gelu_pytorch_tanh"}),
     "gemma3": ("gemma3_text", {"head_dim": 32, "tie_word_embeddings": True}, {}),
 }

@@ -85,7 +85,6 @@ def main(cases: list[Case], folder: Path) -> None:
         server_args = ServerArgs(
             model_path=case["model"],
             device="cpu",
-            attention_backend="torch_native",
             disable_cuda_graph=True,
             disable_overlap_schedule=True,
             mem_fraction_static=0.2,
