@@ -67,7 +67,7 @@ def serving(model: Path, folder: Path, *, plain: bool = False) -> Iterator[Serve
     command += ["--dtype", "float32", "--enforce-eager", "--tensor-parallel-size", "2"]
     command += ["--max-model-len", "128", "--max-num-seqs", "4", "--max-num-batched-tokens", "256"]
     command += ["--weight-transfer-config", '{"backend": "awexd"}']
-    log = folder / "server.log"
+    log, entries = folder / "server.log", set(os.listdir("/dev/shm"))
     variables = environ(VLLM_SERVER_DEV_MODE="1", VLLM_CPU_OMP_THREADS_BIND="0|1")
     if plain:
         variables |= {"VLLM_PLUGINS": "awexd,plain", "PYTHONPATH": str(PLUGINS)}
@@ -83,6 +83,9 @@ def serving(model: Path, folder: Path, *, plain: bool = False) -> Iterator[Serve
         with contextlib.suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGKILL)
         server.wait()
+        for name in set(os.listdir("/dev/shm")) - entries:
+            if name.startswith("vllm_dist_"):  # its workers' own, which it leaves behind
+                os.unlink(f"/dev/shm/{name}")
 
 
 def _await_ready(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
