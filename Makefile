@@ -15,13 +15,20 @@ DEMO := $(VENV)/.demo-$(call hash,requirements/base.txt requirements/demo.txt re
 DEV := $(VENV)/.dev-$(call hash,requirements/base.txt requirements/demo.txt requirements/dev.txt)
 # Peers, each in an environment of its own. Their lists are complete: their own pins would bring other builds of torch.
 PEERS := $(foreach name,torchstore awex checkpoint-engine,.peers/$(name)/.made-$(call hash,requirements/peers/$(name).txt))
+# Engines that tests run, each in an environment of its own: requirements/engines/<name>.txt is complete, as peers' lists
+# are; <name>.sh, where there is one, does what pip alone cannot, with the environment's python as $1.
+ENGINES := megatron
+lists = $(sort $(wildcard requirements/engines/$(1).txt requirements/engines/$(1).sh))
+engine = .engines/$(1)/.made-$(call hash,$(call lists,$(1)))
+# This checkout, installed there too: engines find our entry points.
+plugged = .engines/$(1)/.package-$(call hash,$(call lists,$(1)) pyproject.toml awexd/__init__.py)
 # The installed package is the checkout itself, its C library included.
 NATIVE := transports/awexd_transports/native
 PACKAGE := $(VENV)/.package-$(call hash,requirements/base.txt pyproject.toml awexd/__init__.py \
 	hatch_build.py $(sort $(wildcard $(NATIVE)/*.py $(NATIVE)/*.[ch])))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench bench-peers peers clean
+.PHONY: help demo test check bench bench-peers peers engines $(ENGINES:%=engine-%) clean
 .NOTPARALLEL: # two pips in one environment break each other
 
 help: ## list the targets
@@ -30,7 +37,7 @@ help: ## list the targets
 demo: $(DEMO) $(PACKAGE) ## train, swap weights, generate, on this machine; ARGS="--steps 3" goes to `awexd demo`
 	$(BIN)/awexd demo $(ARGS)
 
-test: $(DEV) $(DEMO) $(PACKAGE) ## run the tests; PYTEST_ARGS goes to pytest
+test: $(DEV) $(DEMO) $(PACKAGE) engines ## run the tests; PYTEST_ARGS goes to pytest
 	$(BIN)/python -m pytest -q --durations=10 $(PYTEST_ARGS)
 
 check: $(DEV) $(PACKAGE) ## ruff and mypy
@@ -47,8 +54,10 @@ bench-peers: peers bench ## the same, with the peers' environments made first
 
 peers: $(PEERS) ## make a virtual environment for each peer in .peers
 
+engines: $(ENGINES:%=engine-%) ## make a virtual environment for each engine in .engines; `make engine-megatron` makes one
+
 clean: ## remove everything that make and the tools left here, .venv included
-	rm -rf $(VENV) .peers build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis $(NATIVE)/*.so
+	rm -rf $(VENV) .peers .engines build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis $(NATIVE)/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(CREATED):
@@ -77,4 +86,22 @@ $(PACKAGE): | $(BASE)
 $(PEERS):
 	$(PYTHON) -m venv --clear $(@D)
 	$(@D)/bin/python -m pip --disable-pip-version-check install -q --no-deps -r requirements/peers/$(notdir $(@D)).txt
+	@touch $@
+
+# From here on `$$` in prerequisites is expanded once `$*`, an engine's name, is known.
+.SECONDEXPANSION:
+$(ENGINES:%=engine-%): engine-%: $$(call plugged,$$*)
+
+engine_of = $(word 2,$(subst /, ,$(1)))
+
+.engines/%: name = $(call engine_of,$@)
+$(foreach name,$(ENGINES),$(call engine,$(name))):
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check install -q --no-deps -r requirements/engines/$(name).txt
+	$(if $(wildcard requirements/engines/$(name).sh),sh -eu requirements/engines/$(name).sh $(@D)/bin/python)
+	@touch $@
+
+# No compiler: the C library is .venv's to build, and must stay the one that its stamp names.
+$(foreach name,$(ENGINES),$(call plugged,$(name))): | $$(call engine,$$(call engine_of,$$@))
+	CC=false $(@D)/bin/python -m pip --disable-pip-version-check install -q --no-deps --no-build-isolation -e .
 	@touch $@

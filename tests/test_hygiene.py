@@ -31,9 +31,10 @@ def _tests() -> Iterator[tuple[Path, ast.Module]]:
         yield path, ast.parse(path.read_text())
 
 
-def _pins() -> dict[str, str]:
+def _pins(*files: Path) -> dict[str, str]:
+    """What the files pin; without files, those of our own environment."""
     pins: dict[str, str] = {}
-    for file in sorted((ROOT / "requirements").glob("*.txt")):
+    for file in files or sorted((ROOT / "requirements").glob("*.txt")):
         for line in file.read_text().splitlines():
             text = line.partition("#")[0].strip()
             if not text or text.startswith("-r "):
@@ -62,6 +63,16 @@ def test_every_dependency_has_an_exact_pin_within_its_range() -> None:
     pins = _pins()
     assert ranges.keys() - pins.keys() == set()
     assert [name for name, constraint in ranges.items() if not _within(pins[name], constraint)] == []
+
+
+def test_every_engine_that_the_makefile_names_has_a_list_of_exact_pins() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    named = re.search("^ENGINES := (.*)$", makefile, re.MULTILINE)
+    assert named
+    lists = {path.stem: path for path in (ROOT / "requirements" / "engines").glob("*.txt")}
+    assert lists.keys() == set(named[1].split())
+    for path in lists.values():
+        assert {"torch", "orjson", "hatchling"} <= _pins(path).keys(), path.name
 
 
 def test_version_stands_in_one_place() -> None:
