@@ -5,7 +5,8 @@ One u64 a cell, in a table after the pieces (``awexd_transports.cells``, ``.dige
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -115,6 +116,17 @@ class Comparison:
         self._found: list[int] = []
         self._wholes: dict[int, tuple[Sums, _Whole]] = {}
 
+    @property
+    def ranks(self) -> Collection[int]:
+        """The writer ranks whose segments these are."""
+        return self._tables.keys()
+
+    def fresh(self) -> Comparison:
+        """One without rows, over the same segments."""
+        other = copy.copy(self)
+        other._sums, other._found, other._wholes = [], [], {}
+        return other
+
     def rows(self, row: Row, rank: int, entry: Entry, whole: View, low: Place) -> Iterator[Row]:
         """The row, which copies a part of a piece of that rank, tile by tile.
 
@@ -171,7 +183,7 @@ class Comparison:
     def _expected(self) -> list[int]:
         if not self._sums:
             return []
-        ranks = sorted(self._tables)
+        ranks = sorted({one.rank for one in self._sums})
         stored = np.concatenate([*(self._tables[rank].view(np.uint64) for rank in ranks), np.zeros(1, np.uint64)])
         bases = dict(zip(ranks, np.cumsum([0, *(len(self._tables[rank]) for rank in ranks)]).tolist(), strict=False))
         starts = np.array([bases[one.rank] + one.first for one in self._sums])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from awexd_client.outgoing import check_same
 from awexd_transports.copy import CopyTable, Row, View
 from awexd_transports.errors import ManifestMismatch, VersionConflict
 from awexd_transports.layout import Box, Shard
+from awexd_transports.segment import piece_at
 
 if TYPE_CHECKING:
     from awexd_client.writer import WeightWriter
@@ -92,6 +93,15 @@ class Update:
             self.publication.nbytes += table.nbytes
             check_same(again)
             self._parts |= new
+
+    def written(self) -> Iterator[tuple[str, View]]:
+        """The parts that were written, by name, and where they lie in the segment until the ``with`` block ends."""
+        self._check_open()
+        segment = self._writer._segment
+        for (name, _), piece in self._parts.items():
+            for number, entry, _ in segment.parts[piece]:
+                address = self._mapping.address + piece_at(segment.manifest, number)
+                yield name, View.packed(address, entry.box.shape, entry.tensor.dtype, self._mapping)
 
     def __enter__(self) -> Update:
         return self
