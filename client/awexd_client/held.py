@@ -57,7 +57,7 @@ class HeldReader(Endpoint):
         )
         self.engine = engine
         self.sharing = sharing
-        self._joined = False
+        self._joined: int | None = None
         self._read: tuple[int, int] | None = None
         self._whole: Wholes | None = None
         self._leased: Leased | None = None
@@ -66,6 +66,11 @@ class HeldReader(Endpoint):
     def version(self) -> tuple[int, int] | None:
         """(epoch, step) that was last confirmed."""
         return self._read
+
+    @property
+    def joined(self) -> int | None:
+        """The job's epoch when this registered last."""
+        return self._joined
 
     @property
     def epoch(self) -> int:
@@ -157,7 +162,7 @@ class HeldReader(Endpoint):
             dirty: something was done with a part of it.
         """
         leased, self._leased = self._leased, None
-        if not self._joined or (leased is None and error is None):
+        if self._joined is None or (leased is None and error is None):
             return
         if dirty:
             self._read = None
@@ -191,16 +196,15 @@ class HeldReader(Endpoint):
             updates=None,
             aside=None,
         )
-        self._joined = True
-        epoch: int = answer["epoch"]
+        self._joined = epoch = int(answer["epoch"])
         return epoch
 
     def _register_again(self, timeout: float) -> None:
-        if self._joined:
+        if self._joined is not None:
             self._register(timeout)
 
     def _lease(self, step: int | None, deadline: Deadline) -> None:
-        if not self._joined:
+        if self._joined is None:
             self._register(deadline.left())
         lease_ms = int(max(deadline.seconds, 1.0) * 1000)
         answer = self._ask("read.resolve", deadline.left(), step=step, lease_ms=lease_ms, stage=False)
