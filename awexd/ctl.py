@@ -32,6 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from awexd.verifying import main as verify
 
         return verify(arguments)
+    if arguments.command == "plan":
+        from awexd.dryrun.command import main as plan
+
+        return plan(arguments)
     if arguments.command == "events":
         return _follow(arguments)
     operation, names, show = _COMMANDS[arguments.command]
@@ -85,6 +89,12 @@ def _parser() -> argparse.ArgumentParser:
     from awexd import verifying
 
     verifying.add_arguments(commands.add_parser("verify", help=help_text, description=help_text, parents=[common]))
+    help_text = (
+        "dry run without GPUs: does a trainer fit an engine, who sends whom how much; exits with 1 where it does not"
+    )
+    from awexd import dryrun
+
+    dryrun.add_arguments(commands.add_parser("plan", help=help_text, description=help_text, parents=[common]))
     help_text = "measure this machine's limits and awexd against them; starts a daemon where none runs"
     from awexd.bench import add_arguments
 

@@ -278,6 +278,7 @@ OPERATIONS: dict[str, dict[str, Check]] = {
     "status": {},
     "versions": {"job": _optional(_text)},
     "sessions": {},
+    "manifests": {"job": _text},
     "events": {"job": _optional(_text), "after": _optional(_STEP)},
     "drop": {"job": _text, "step": _optional(_STEP)},
     "rollback": {"job": _text, "step": _STEP},

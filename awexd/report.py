@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from awexd import __version__, access
 from awexd.service import EVENTS, Call, Reply, Service
 from awexd.store import Wait
-from awexd.store.model import Engine, Job, SegmentState, Worker
+from awexd.store.model import Engine, Job, SegmentState, Worker, Writer
 from awexd_transports.errors import VersionUnavailable
 
 MAX_EVENTS = 1000
@@ -24,7 +25,7 @@ class Report:
         self._service = service
         self._started = time.time()
         service.add({"status": self._status, "versions": self._versions, "sessions": self._sessions})
-        service.add({"events": self._events, "read.engine": self._one_engine})
+        service.add({"events": self._events, "read.engine": self._one_engine, "manifests": self._manifests})
 
     def _status(self, call: Call) -> Reply:
         memory, store = self._service.memory, self._service.store
@@ -94,6 +95,26 @@ class Report:
             rows.append(row)
         return Reply({"sessions": rows})
 
+    def _manifests(self, call: Call) -> Reply:
+        """What a job's ranks and engines have registered; without a trainer, the newest version's segments."""
+        name = access.qualify(call.arguments["job"], call.peer)
+        job = self._service.store.jobs.get(name)
+        access.check_read(name, job, call.peer)
+        if job is None:
+            raise VersionUnavailable(f"no job {name} here")
+        writers = _registered(job.writers.values())
+        segments = list(job.held()[0].digests) if not writers and job.held() else []
+        engines = [
+            {"engine": engine.name, "world_size": engine.world_size, "workers": _registered(engine.workers.values())}
+            for engine in job.engines.values()
+            if engine.workers
+        ]
+        workers = [worker for engine in job.engines.values() for worker in engine.workers.values()]
+        ranks = [*writers, *_registered(workers)]
+        index, fd = self._service.shelf.bundle([*(digest for _, digest in ranks), *segments])
+        body = {"job": name, "world_size": job.world_size, "writers": writers, "segments": segments}
+        return Reply(body | {"engines": engines, "bodies": index}, [fd])
+
     def _events(self, call: Call) -> Reply | Wait:
         """Those after a number, once there are any; without one, all that are remembered."""
         events, after = self._service.events, call.arguments["after"]
@@ -132,6 +153,10 @@ class Report:
     def _visible(self, call: Call) -> list[Job]:
         jobs = self._service.store.jobs
         return [jobs[name] for name in sorted(jobs) if access.may_read(name, jobs[name], call.peer)]
+
+
+def _registered(ranks: Iterable[Writer | Worker]) -> list[tuple[int, str]]:
+    return sorted((one.rank, one.digest) for one in ranks)
 
 
 def _job(job: Job) -> dict[str, Any]:

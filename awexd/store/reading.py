@@ -83,6 +83,9 @@ def choose(job: Job, worker: Worker, step: int | None, stage: bool) -> Wait | Ve
     current = None if stage else engine.rounds.get(worker.round)
     if current is not None and _may_skip(engine, current, worker.rank, step):
         # Its update to this version failed, and it goes on to another, with no sibling in the middle.
+        if siblings := current.active - {worker.rank}:
+            who, what = f"{describe_ranks(siblings)} of engine {engine.name}", describe_keys([current.key])[6:]
+            return Wait(job.name, lambda: f"{who} to end their update to {what}")
         current.confirmed.add(worker.rank)
         worker.round += 1
         current = engine.rounds.get(worker.round)
@@ -209,7 +212,7 @@ def _may_skip(engine: Engine, current: Round, rank: int, step: int | None) -> bo
     """By number, to a later step, or back to the last that every worker had."""
     later = step is not None and step > current.key[1]
     back = engine.completed is not None and engine.completed[1] == step != current.key[1]
-    return (later or back) and rank in current.failed and not current.active - {rank}
+    return (later or back) and rank in current.failed
 
 
 def _newest(job: Job) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline
 from awexd_client.session import Connection
 from awexd_client.updates import UpdateResult
-from awexd_transports.errors import AwexdError, DeadlineExceeded, InvalidArgument, from_wire
+from awexd_transports.errors import AwexdError, DeadlineExceeded, InvalidArgument, VersionUnavailable, from_wire
 
 VersionKey = tuple[int, int]
 
@@ -136,8 +137,10 @@ class Together:
     def stage(self, step: int | None, deadline: Deadline) -> VersionKey:
         """One version on every worker, or none on any.
 
-        A worker whose last update failed is given its unfinished round's version again: by number all go on together.
+        The version is waited for here: a worker that waits would keep its engine from generating. A worker whose last
+        update failed is given its unfinished round's version again: by number all go on together.
         """
+        self._await_version(step, deadline)
         versions = self._stage(step, deadline)
         if len(versions) > 1:
             versions = self._stage(max(versions)[1], deadline)
@@ -151,7 +154,7 @@ class Together:
         if version is None:
             raise InvalidArgument(f"{self._engine}: nothing is staged")
         failure = self._call(lambda: self._workers.apply(*version, deadline.left()))
-        told = self._told(deadline)
+        told = self._told_after(failure, deadline)
         bad = [worker for worker in told if worker["state"] != "ready" or worker["version"] != list(version)]
         if failure or bad:
             failed = next((worker["failure"] for worker in bad if worker["failure"]), None)
@@ -175,7 +178,11 @@ class Together:
     def _stage(self, step: int | None, deadline: Deadline) -> set[VersionKey]:
         """What the workers have staged; where that is not one version, nothing any more."""
         failure = self._call(lambda: self._workers.stage(step, deadline.left()))
-        told = self._told(deadline)
+        try:
+            told = self._told_after(failure, deadline)
+        except AwexdError:
+            self._call(self._workers.abandon)
+            raise
         idle = [worker for worker in told if not worker["staged"]]
         versions = {(worker["staged"][0], worker["staged"][1]) for worker in told if worker["staged"]}
         if failure or idle or len(versions) > 1:
@@ -194,13 +201,37 @@ class Together:
             return error
         return None
 
-    def _told(self, deadline: Deadline) -> list[dict[str, Any]]:
-        connection = Connection(self._path)
+    def _await_version(self, step: int | None, deadline: Deadline) -> None:
+        """Returns once that step, or a later one, is held; what it is then worth, the workers are told."""
+        with contextlib.closing(Connection(self._path)) as connection:
+            after: int | None = None
+            while True:
+                given = {"job": self._job, "after": after}
+                try:
+                    after = connection.call("events", given, timeout=deadline.left())[0]["last"]
+                except DeadlineExceeded as error:
+                    what = "its first committed version" if step is None else f"step {step} to be committed"
+                    raise DeadlineExceeded(f"{self._job}: waited {deadline.seconds:g} s for {what}") from error
+                try:
+                    held = connection.call("versions", {"job": self._job}, timeout=max(1.0, deadline.left()))[0]
+                except VersionUnavailable:  # there is no such job yet
+                    continue
+                if any(row["state"] == "held" and row["step"] >= (step or 0) for row in held["versions"]):
+                    return
+
+    def _told_after(self, failure: Exception | None, deadline: Deadline) -> list[dict[str, Any]]:
+        """Where the daemon does not know the workers, the engine's own error says why they are not there."""
         try:
+            return self._told(deadline)
+        except AwexdError as error:
+            if isinstance(failure, AwexdError):
+                raise failure from error
+            raise
+
+    def _told(self, deadline: Deadline) -> list[dict[str, Any]]:
+        with contextlib.closing(Connection(self._path)) as connection:
             arguments = {"job": self._job, "engine": self._engine}
             engine = connection.call("read.engine", arguments, timeout=max(1.0, deadline.left()))[0]
-        finally:
-            connection.close()
         workers: list[dict[str, Any]] = engine["workers"]
         if len(workers) != engine["world_size"]:
             there = [worker["rank"] for worker in workers]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from awexd_client.adapters.base import Adapter, EngineWeights
-from awexd_client.adapters.registry import engine_weights_of, shards_of, watch
+from awexd_client.adapters.registry import watch, weights_of
 from awexd_client.adapters.watch import Watch
 from awexd_transports.copy import View, overlapping
 from awexd_transports.dtypes import dtype_name
@@ -45,13 +45,13 @@ class Holding:
             ManifestMismatch: two shards that contradict each other.
         """
         target = _reusable(target)
-        return cls._of(target, adapter, EngineWeights(shards_of(target, adapter)), casts)
+        return cls._of(target, adapter, weights_of(target, adapter), casts)
 
     @classmethod
     def to_fill(cls, target: object, adapter: str | Adapter | None = None) -> Holding:
         """Looks the target of a reader up, likewise."""
         target = _reusable(target)
-        return cls._of(target, adapter, engine_weights_of(target, adapter), None)
+        return cls._of(target, adapter, weights_of(target, adapter, to_fill=True), None)
 
     @classmethod
     def _of(cls, target: object, adapter: str | Adapter | None, weights: EngineWeights, casts: Casts) -> Holding:

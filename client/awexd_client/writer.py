@@ -137,6 +137,7 @@ class WeightWriter(Endpoint):
         Raises:
             VersionConflict, DeadlineExceeded: as ``begin``.
             ManifestMismatch: the registered tensors are no longer what they were.
+            InvalidArgument: the adapter knows that they are not the newest weights yet.
         """
         deadline = Deadline(timeout)
         sent: list[Publication] = []
@@ -272,6 +273,8 @@ class WeightWriter(Endpoint):
     def _refresh(self) -> None:
         """Looks the target up again where its tensors were rebound or moved: stale memory must never be published."""
         holding = self._holding
+        if holding.weights.check is not None:
+            holding.weights.check(holding.target)
         if not holding.watch.changed():
             return
         fresh = Holding.of(holding.target, holding.adapter, self._casts)

@@ -142,6 +142,7 @@ def test_other_users_job_can_be_neither_read_written_nor_controlled(public: Daem
             ("write.register", "m", {"rank": 0, "world_size": 1, "epoch": "new", "keep": 2}),
             ("read.register", "m", worker),
             ("read.sources", None, {}),
+            ("manifests", None, {}),
             ("versions", None, {}),
             ("drop", None, {}),
             ("rollback", None, {"step": 1}),

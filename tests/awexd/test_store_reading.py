@@ -344,6 +344,42 @@ def test_update_that_is_told_late_of_a_lease_not_ended_yet_counts_until_its_work
     check(world)
 
 
+@pytest.mark.parametrize("to", [1, 3])
+def test_worker_whose_update_failed_goes_to_another_version_once_its_siblings_are_through(to: int) -> None:
+    # Their confirmations may still be on the way when it asks.
+    world = published(1)
+    (trainer,) = _rejoin(world)
+    first, second = engines(world, 2)
+    first.update()
+    second.update()
+    trainer.publish(2)
+    sibling, failing = first.resolve(), second.resolve()
+    second.release(failing, dirty=True)
+    if to == 3:
+        trainer.publish(3)
+    outcome = second.try_resolve(to)
+    assert isinstance(outcome, Wait)
+    assert "rank 0 of engine e to end their update to epoch 1 step 2" in outcome.reason
+    assert first.confirm(sibling) == (1, 2)
+    assert second.update(to) == (1, to)
+    assert first.update(to) == (1, to)
+    check(world)
+
+
+def test_worker_whose_update_failed_may_not_go_back_to_just_any_version() -> None:
+    world = published(1, 2)
+    (trainer,) = _rejoin(world)
+    first, second = engines(world, 2)
+    first.update(2)
+    second.update(2)
+    trainer.publish(3)
+    first.update()
+    second.release(second.resolve(), dirty=True)
+    with pytest.raises((VersionConflict, VersionUnavailable)):
+        second.try_resolve(1)
+    assert second.update(2) == (1, 2), "all workers had that one"
+
+
 def test_release_of_no_lease_gives_up_no_update() -> None:
     world = published(1)
     (engine,) = engines(world, 1)

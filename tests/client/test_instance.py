@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from awexd_client import (
+    DeadlineExceeded,
     InvalidArgument,
     ManifestMismatch,
     VersionUnavailable,
@@ -20,6 +21,7 @@ from awexd_client import (
 from awexd_transports.errors import AwexdError
 from tests.client.samples import Negating
 from tests.daemons import Daemon
+from tests.e2e.clients import Background
 
 SIZE = 3
 
@@ -212,6 +214,26 @@ def test_case_13_retry_at_a_later_step_by_number_converges(
     writer.publish(3)
     assert instance.update(step=3).step == 3
     assert (instance.state, instance.version) == ("ready", (1, 3))
+
+
+def test_version_is_waited_for_before_any_worker_is_asked(
+    daemon: Daemon, workers: list[Failing], writer: WeightWriter
+) -> None:
+    crew = Crew(workers)
+    with WeightReader("grpo", "e", crew, daemon.socket) as instance:
+        assert instance.update().step == 1
+        crew.staged = []
+        with pytest.raises(DeadlineExceeded, match=r"grpo: waited 0.2 s for step 2 to be committed"):
+            instance.update(2, timeout=0.2)
+        assert crew.staged == []
+        updating = Background(lambda: instance.update(2))
+        writer.publish(2)
+        assert updating.result().step == 2
+    with (
+        WeightReader("none", "e", crew, daemon.socket) as unknown,
+        pytest.raises(DeadlineExceeded, match="for its first committed version"),
+    ):
+        unknown.update(timeout=0.1)
 
 
 def test_engine_whose_workers_have_not_all_registered(daemon: Daemon, workers: list[Failing]) -> None:

@@ -20,29 +20,32 @@ _PACKED_CLASSES = frozenset({"Int8Params", "Params4bit"})
 
 @dataclass(frozen=True)
 class EngineWeights:
-    """How an engine's weights are brought up to date.
+    """How weights are handed out, or an engine's are brought up to date.
 
     Attributes:
-        direct: live parameters, written in place: proven plain.
+        direct: live parameters, read or written in place; an engine's are proven plain.
         aside: whole checkpoint tensors in host buffers of the adapter's own, for what the engine transforms after
             loading. They are filled and checked while staging.
         load: called inside the update, once every byte of ``direct`` and ``aside`` is in and checked, before the update
             counts: the model's own loading of ``aside``, and whatever is derived from either. What it raises fails the
             update.
         reasons: for each tensor in ``aside``, by name, why it is not written in place.
+        check: called with the target before each publication; raises where live memory is not the newest weights.
     """
 
     direct: Sequence[Shard]
     aside: Sequence[Shard] = ()
     load: Callable[[], None] | None = None
     reasons: Mapping[str, str] = field(default_factory=dict)
+    check: Callable[[object], None] | None = None
 
 
 @runtime_checkable
 class Adapter(Protocol):
     """Turns one kind of training or inference object into shards.
 
-    An engine's adapter may have ``engine_weights(target) -> EngineWeights`` besides, which readers then ask instead.
+    An engine's adapter may have ``engine_weights(target) -> EngineWeights`` besides, which readers then ask instead;
+    a trainer's ``check_current(target)``, which raises where memory is not the newest weights yet.
 
     Attributes:
         name: what ``register(adapter=...)`` calls it.

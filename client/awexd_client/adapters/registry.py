@@ -1,4 +1,4 @@
-"""Choosing the adapter of a target: our own two, and those of the entry-point group ``awexd.adapters``."""
+"""Choosing the adapter of a target: our own, and those of the entry-point group ``awexd.adapters``."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 from awexd_client.adapters.base import Adapter, EngineWeights
 from awexd_client.adapters.fsdp import FSDPAdapter
 from awexd_client.adapters.hf import HFAdapter
+from awexd_client.adapters.megatron import MegatronAdapter
 from awexd_client.adapters.watch import Watch
 from awexd_transports.errors import InvalidArgument
 from awexd_transports.layout import Shard
 
 GROUP = "awexd.adapters"
-BUILT_IN: dict[str, type[Adapter]] = {"fsdp": FSDPAdapter, "hf": HFAdapter}
-"""In the order in which they are asked; FSDPAdapter takes only what has DTensors, HFAdapter any module or mapping."""
+BUILT_IN: dict[str, type[Adapter]] = {"megatron": MegatronAdapter, "fsdp": FSDPAdapter, "hf": HFAdapter}
+"""In the order in which they are asked; MegatronAdapter takes only Megatron-Core's models, FSDPAdapter only what has
+DTensors, HFAdapter any module or mapping."""
 
 
 def shards_of(target: object, adapter: str | Adapter | None = None) -> list[Shard]:
@@ -30,25 +32,27 @@ def shards_of(target: object, adapter: str | Adapter | None = None) -> list[Shar
         InvalidArgument: nothing understands the target, no adapter of that name (says which there are), two adapters of
             one name, or a tensor that cannot be handed out (by name).
     """
-    chosen = _chosen(target, adapter)
-    return list(chosen) if isinstance(chosen, list) else list(chosen.shards(target))
+    return list(weights_of(target, adapter).direct)
 
 
-def engine_weights_of(target: object, adapter: str | Adapter | None = None) -> EngineWeights:
-    """As ``shards_of``, for a reader: with what an engine's adapter has its engine load itself."""
-    chosen = _chosen(target, adapter)
-    if isinstance(chosen, list):
-        return EngineWeights(chosen)
-    asked = getattr(chosen, "engine_weights", None)
-    return asked(target) if asked is not None else EngineWeights(list(chosen.shards(target)))
+def weights_of(target: object, adapter: str | Adapter | None = None, *, to_fill: bool = False) -> EngineWeights:
+    """As ``shards_of``, with what else the adapter says of them.
 
-
-def _chosen(target: object, adapter: str | Adapter | None) -> Adapter | list[Shard]:
-    """The adapter, or the target's own items where all are Shards."""
+    Args:
+        to_fill: for a reader: an engine's adapter may have its engine load some itself.
+    """
     if adapter is not None:
-        return find(adapter) if isinstance(adapter, str) else _checked(adapter, "the adapter given")
-    given = _given_shards(target)
-    return _choose(target) if given is None else given
+        chosen = find(adapter) if isinstance(adapter, str) else _checked(adapter, "the adapter given")
+    else:
+        given = _given_shards(target)
+        if given is not None:
+            return EngineWeights(given)
+        chosen = _choose(target)
+    by_engine = getattr(chosen, "engine_weights", None) if to_fill else None
+    if by_engine is not None:
+        found: EngineWeights = by_engine(target)
+        return found
+    return EngineWeights(list(chosen.shards(target)), check=getattr(chosen, "check_current", None))
 
 
 def watch(target: object) -> Watch:
