@@ -98,10 +98,9 @@ def test_corrupted_byte_is_never_yielded(
     writer.publish(1)
     flip(daemon, writer, name)
     held.lease()
-    seen = []
+    seen: list[str] = []
     with pytest.raises(IntegrityError, match=rf"^{name} .*are not those that rank 0 wrote"):
-        for found, _ in held.tensors():
-            seen.append(found)
+        seen.extend(found for found, _ in held.tensors())
     assert seen == list(model(1))[: len(seen)]
     assert name not in seen
     assert ("b" in seen) == (name != "a")
