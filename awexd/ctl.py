@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +25,16 @@ Show = Callable[[Answer], list[str]]
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0, or 1 on any failure."""
     arguments = _parser().parse_args(argv)
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read it has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code
+
+
+def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "bench":
         from awexd.bench.command import main as bench
 

@@ -12,8 +12,9 @@ from typing import Any
 import orjson
 
 from awexd.dryrun.engines import engine
+from awexd.dryrun.families import model_of
 from awexd.dryrun.live import pair_of_job
-from awexd.dryrun.models import Kind, Model, model_of
+from awexd.dryrun.models import Kind, Model
 from awexd.dryrun.picture import picture
 from awexd.dryrun.report import Pair, Side, as_json, examine
 from awexd.dryrun.spec import ENGINES, TRAINERS, Spec, parse

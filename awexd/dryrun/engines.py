@@ -298,25 +298,21 @@ _RULES: dict[Kind, tuple[_Rule, str]] = {
 def _stack(tensors: Tensors, place: _Place) -> list[Box]:
     """gpt-oss (models/gpt_oss.py of both engines): the worker's experts, of each its part of the intermediate size.
 
-    Gate and up are interleaved along the last dimension, so a part of both is one range. The second bias is kept by
+    Gate and up are pairs of a dimension of their own, so the same part of both is one box. The second bias is kept by
     the first expert-tensor rank alone; the others have zeros there.
     """
     rank, size = place.expert_tensor
-    shape = tensors.shape
+    extent = tensors.extent
     if tensors.kind is Kind.STACK_DOWN_BIAS:
-        cross = (0, shape[1] if rank == 0 else 0, 1)
+        dim, start, length = 1, 0, extent[1] if rank == 0 else 0
     else:
-        dim = 1 if tensors.kind is Kind.STACK_DOWN else len(shape) - 1
-        pairs = 1 if tensors.kind is Kind.STACK_DOWN else 2
-        start, length = share_of(tensors.name, shape[dim] // pairs, rank, size)
-        cross = (start * pairs, length * pairs, dim)
-    if not cross[1]:
-        return []
+        dim = 2 if tensors.kind is Kind.STACK_UP else 1
+        start, length = share_of(tensors.name, extent[dim], rank, size)
     found: list[Box] = []
-    for first, count in _ranges(place.experts):
-        offset, extent = [first, *[0] * (len(shape) - 1)], [count, *shape[1:]]
-        offset[cross[2]], extent[cross[2]] = cross[0], cross[1]
-        found.append(Box(tuple(offset), tuple(extent)))
+    for first, count in _ranges(place.experts) if length else ():
+        box = [first, *[0] * (len(extent) - 1)], [count, *extent[1:]]
+        box[0][dim], box[1][dim] = start, length
+        found.append(Box(tuple(box[0]), tuple(box[1])))
     return found
 
 

@@ -78,7 +78,7 @@ def manifest_of(parts: Iterable[Part]) -> Manifest:
     kept = [part for part in parts if part.boxes and len(part.layers) and len(part.experts)]
     if not kept:
         return Manifest.of(())
-    dims = max(len(part.tensors.shape) for part in kept)
+    dims = max(len(part.tensors.extent) for part in kept)
     tables = [_names(part) for part in kept]
     width = max(table.shape[1] for _, table in tables)
     counts = [len(table) for _, table in tables]
@@ -86,14 +86,16 @@ def manifest_of(parts: Iterable[Part]) -> Manifest:
     dtypes: dict[str, int] = {}
     codes = [templates.setdefault(template, len(templates)) for template, _ in tables]
     kinds = [dtypes.setdefault(part.tensors.dtype, len(dtypes)) for part in kept]
+    layouts: dict[str | None, int] = {None: 0}
+    layout = [layouts.setdefault(part.tensors.layout, len(layouts)) for part in kept]
     columns = Columns(
         names=Names(tuple(templates), np.repeat(codes, counts), np.concatenate([_wide(t, width) for _, t in tables])),
         dtypes=tuple(dtypes),
-        layouts=(),
+        layouts=tuple(each for each in layouts if each),
         dtype=np.repeat(kinds, counts),
-        layout=np.zeros(sum(counts), np.int64),
-        ndim=np.repeat([len(part.tensors.shape) for part in kept], counts),
-        extent=np.repeat([_filled(part.tensors.shape, dims, 1) for part in kept], counts, axis=0),
+        layout=np.repeat(layout, counts),
+        ndim=np.repeat([len(part.tensors.extent) for part in kept], counts),
+        extent=np.repeat([_filled(part.tensors.extent, dims, 1) for part in kept], counts, axis=0),
         **_entries(kept, counts, dims),
     )
     check(columns)

@@ -38,7 +38,7 @@ def whole_model(model: Model) -> Manifest:
 
 
 def _whole_part(model: Model, tensors: Tensors) -> Part:
-    return part_of(tensors, whole(tensors.shape), range(model.layers))
+    return part_of(tensors, whole(tensors.extent), range(model.layers))
 
 
 def _with_tied(model: Model, parts: Iterator[Part]) -> Iterator[Part]:
@@ -68,8 +68,8 @@ def _sharded(model: Model, tensors: Tensors, cut: Cut) -> Part:
     if tensors.experts:
         start, length = chunk(tensors.experts, parts, at)
         return part_of(tensors, whole(tensors.shape), range(model.layers), range(start, start + length))
-    start, length = chunk(tensors.shape[0], parts, at)
-    box = Box((start, *[0] * (len(tensors.shape) - 1)), (length, *tensors.shape[1:]))
+    start, length = chunk(tensors.extent[0], parts, at)
+    box = Box((start, *[0] * (len(tensors.extent) - 1)), (length, *tensors.extent[1:]))
     return part_of(tensors, [box], range(model.layers))
 
 
@@ -90,8 +90,8 @@ def _megatron(model: Model, spec: Spec) -> list[Manifest]:
     """Ranks in the order ``tp-cp-ep-dp-pp`` (megatron/core/parallel_state.py, RankGenerator), experts' alike."""
     if any(each.kind in STACKS for each in model.tensors):
         raise InvalidArgument(
-            f"{model.family} stores experts transposed, gate and up interleaved, which no view of Megatron-Core's"
-            " matrices is; plan it with --train fsdp or hf"
+            f"{spec.text!r}: the adapter megatron does not hand out experts of {model.family}; plan it with --train"
+            " fsdp or hf"
         )
     tp, ep = spec.size("tp"), spec.size("ep")
     etp = spec.size("etp", tp)

@@ -99,3 +99,13 @@ def test_unknown_setting_is_named(daemon: Daemon, tmp_path: Any) -> None:
     done = run("awexd", "serve", "--config", str(file))
     assert done.returncode == 1
     assert "unknown setting 'sokcet'" in done.stderr
+
+
+@pytest.mark.usefixtures("job")
+def test_reader_that_has_seen_enough_is_no_failure(daemon: Daemon) -> None:
+    command = [sys.executable, "-m", "awexd.ctl", "status", "--socket", daemon.socket]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        running.stdout.close()
+        _, said = running.communicate(timeout=60)
+    assert (running.returncode, said) == (0, b"")

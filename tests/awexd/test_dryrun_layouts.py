@@ -9,7 +9,7 @@ import torch
 
 from awexd.dryrun.command import dry_pair
 from awexd.dryrun.engines import engine
-from awexd.dryrun.models import model_of
+from awexd.dryrun.families import model_of
 from awexd.dryrun.report import examine
 from awexd.dryrun.spec import ENGINES, TRAINERS, parse
 from awexd.dryrun.trainers import trainer
@@ -147,6 +147,14 @@ def test_fsdp_leaves_buffers_whole() -> None:
         assert boxes(rank, "model.layers.1.mlp.gate.e_score_correction_bias") == [((0,), (4,))]
 
 
+def test_gpt_oss_of_fsdp_is_cut_between_experts_in_pairs() -> None:
+    name = LAYER + "mlp.experts.gate_up_proj"
+    assert [boxes(rank, name) for rank in trained(tiny("gpt_oss"), "fsdp:shards=2")] == [
+        [((0, 0, 0, 0), (2, 32, 24, 2))],
+        [((2, 0, 0, 0), (2, 32, 24, 2))],
+    ]
+
+
 # vLLM and SGLang
 
 
@@ -250,10 +258,10 @@ def test_tied_head_of_engines() -> None:
 
 
 def test_gpt_oss_experts_in_engines() -> None:
-    """[E, h, 2F] with gate and up in turn: the same part of both is one range; the last bias is the first rank's."""
+    """Gate and up are pairs, [E, h, F, 2]: the same part of both is one box; the last bias is the first rank's."""
     ranks = served(tiny("gpt_oss"), "vllm:tp=2")
-    assert boxes(ranks[1], LAYER + "mlp.experts.gate_up_proj") == [((0, 0, 24), (4, 32, 24))]
-    assert boxes(ranks[1], LAYER + "mlp.experts.gate_up_proj_bias") == [((0, 24), (4, 24))]
+    assert boxes(ranks[1], LAYER + "mlp.experts.gate_up_proj") == [((0, 0, 12, 0), (4, 32, 12, 2))]
+    assert boxes(ranks[1], LAYER + "mlp.experts.gate_up_proj_bias") == [((0, 12, 0), (4, 12, 2))]
     assert boxes(ranks[1], LAYER + "mlp.experts.down_proj") == [((0, 12, 0), (4, 12, 32))]
     assert [boxes(rank, LAYER + "mlp.experts.down_proj_bias") for rank in ranks] == [[((0, 0), (4, 32))], []]
     assert boxes(ranks[1], LAYER + "self_attn.sinks") == [((2,), (2,))]

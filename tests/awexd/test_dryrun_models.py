@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from awexd.dryrun.models import FAMILIES, Kind, model_of
+from awexd.dryrun.families import FAMILIES, model_of
+from awexd.dryrun.models import Kind
 from awexd.dryrun.trainers import whole_model
 from awexd_client.holding import Holding
 from awexd_transports.columns import check

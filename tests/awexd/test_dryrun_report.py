@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from awexd.dryrun.bounds import Holdings, lower_bound
 from awexd.dryrun.command import dry_pair
 from awexd.dryrun.engines import engine
-from awexd.dryrun.models import model_of
+from awexd.dryrun.families import model_of
 from awexd.dryrun.report import PUBLISH_RATE, UPDATE_RATE, Load, Pair, Side, as_json, examine
 from awexd.dryrun.spec import ENGINES, parse
 from awexd.dryrun.table import lines

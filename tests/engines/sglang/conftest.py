@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from tests.daemons import Daemon
 ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent
 PYTHON = ROOT / ".engines" / "sglang" / "bin" / "python"
-_LEFT = ("sglang_", "sgl_shm_")
+_LEFT = ("sglang_", "sgl_shm_", "psm_", "sem.mp-")
 """What SGLang leaves in /dev/shm where its processes are ended."""
 
 
@@ -73,9 +74,13 @@ def module_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 def removes_what_sglang_leaves() -> Iterator[None]:
     before = set(os.listdir("/dev/shm"))
     yield
-    for name in set(os.listdir("/dev/shm")) - before:
-        if name.startswith(_LEFT):
-            (Path("/dev/shm") / name).unlink(missing_ok=True)
+    left = {name for name in set(os.listdir("/dev/shm")) - before if name.startswith(_LEFT)}
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # a process that has ended, or another user's
+            mapped = maps.read_text(errors="replace")
+            left -= {name for name in left if f"/dev/shm/{name}" in mapped}
+    for name in left:
+        (Path("/dev/shm") / name).unlink(missing_ok=True)
 
 
 def publish(job: str, socket: str, weights: dict[str, torch.Tensor], **options: object) -> WeightWriter:

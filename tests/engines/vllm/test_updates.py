@@ -1,0 +1,86 @@
+"""Updates of vLLM's models by a real daemon: every parameter and buffer as vLLM's own loader makes it, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.daemons import Daemon
+from tests.engines.vllm.running import Report, run
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
+
+PACKED = ["llama", "qwen3_tied", "qwen3_moe", "deepseek_v3"]
+PLAIN = ["qwen2", "qwen3", "qwen3_tied", "qwen3_moe", "deepseek_v3"]
+ROUNDS = ["new", "newer", "old"]
+
+
+@pytest.fixture(scope="module")
+def packed(models: Path, place: Path, served: Daemon) -> Report:
+    """One rank, and linear layers packed by oneDNN, as vLLM does on CPUs."""
+    task = _task(models, place, served, families=PACKED)
+    return run("updates.py", [task], place)[0]
+
+
+@pytest.fixture(scope="module")
+def plain(models: Path, place: Path, served: Daemon, packed: Report) -> list[Report]:
+    """Two ranks of trainer and engine, and linear layers as they are loaded, as on GPUs."""
+    task = _task(models, place, served, families=PLAIN, prepack=False, world_size=2)
+    return run("updates.py", [{**task, "rank": rank} for rank in range(2)], place)
+
+
+def _task(models: Path, place: Path, served: Daemon, **more: Any) -> dict[str, Any]:
+    store = place / f"store{len(more)}"
+    return {"models": str(models), "socket": served.socket, "store": str(store), **more}
+
+
+@pytest.mark.parametrize("family", PACKED)
+def test_packed_weights_equal_what_vllm_loads_after_each_of_three_updates(packed: Report, family: str) -> None:
+    report = packed[family]
+    assert report["changed"] > 10
+    assert report["rounds"] == {version: [] for version in ROUNDS}
+    assert report["states"] == {version: f"ready 1.{step}" for step, version in enumerate(ROUNDS)}
+
+
+@pytest.mark.parametrize("family", PLAIN)
+def test_plain_weights_on_two_ranks_equal_what_vllm_loads_after_each_update(plain: list[Report], family: str) -> None:
+    for rank in plain:
+        assert rank[family]["changed"] > 10
+        assert rank[family]["rounds"] == {version: [] for version in ROUNDS}
+
+
+@pytest.mark.parametrize("family", PACKED)
+def test_what_vllm_packs_goes_through_its_loader_and_says_why(packed: Report, family: str) -> None:
+    aside, direct = packed[family]["aside"], packed[family]["direct"]
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert aside[name] == "weight was repacked after loading: [0] now, [128, 256] when it was loaded"
+    assert {"model.norm.weight", "model.embed_tokens.weight", "model.layers.0.input_layernorm.weight"} <= set(direct)
+    assert set(direct).isdisjoint(aside)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_tied"])
+def test_what_vllm_leaves_as_it_was_loaded_is_written_in_place(plain: list[Report], family: str) -> None:
+    assert [rank[family]["aside"] for rank in plain] == [{}, {}]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_only_packed_experts_are_loaded_where_linear_layers_are_plain(plain: list[Report], family: str) -> None:
+    for rank in plain:
+        assert rank[family]["aside"]
+        assert all(".mlp.experts." in name for name in rank[family]["aside"])
+
+
+def test_latent_attention_is_derived_anew_from_weights_written_in_place(plain: list[Report]) -> None:
+    for rank in plain:
+        assert "model.layers.0.self_attn.kv_b_proj.weight" in rank["deepseek_v3"]["direct"]
+        assert "model.layers.1.mlp.gate.e_score_correction_bias" in rank["deepseek_v3"]["direct"]
+
+
+@pytest.mark.parametrize("family", PACKED)
+def test_loader_that_breaks_off_leaves_a_model_that_runs(packed: Report, family: str) -> None:
+    failed = packed[family]["failed"]
+    assert failed["said"] == "the engine could not load the new weights: OSError: the loader broke off"
+    assert failed["state"] == "dirty"
+    assert [failed["meta"], failed["lost"], failed["shapes"]] == [[], [], []]

@@ -1,0 +1,152 @@
+"""A whole vLLM in this process: updates, failures and updates again, and what it generates after each.
+
+``python engine.py '{...}'`` prints a line of JSON: the steps in order, each with the tokens that vLLM generated, those
+that transformers generates from the same checkpoint, the version that vLLM says, and the error if there was one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+import stand  # noqa: F401 - vLLM's environment
+import torch
+from generation import PROMPT, TOKENS, corrupt, generated
+from safetensors.torch import load_file
+
+from awexd_client import WeightReader, WeightWriter
+from awexd_client.vllm import VLLMWorkers, register
+
+ASIDE = "model.layers.0.self_attn.q_proj.weight"
+DIRECT = "model.layers.0.input_layernorm.weight"
+
+
+def main() -> None:
+    task = json.loads(sys.argv[1])
+    folder = Path(task["models"]) / task["family"]
+    sys.stdout.write("\n" + json.dumps(_run(folder, task["socket"])) + "\n")
+
+
+def _run(folder: Path, socket: str) -> dict[str, Any]:
+    from vllm import LLM
+
+    register()
+    register()  # once more than once: every process of vLLM calls it, and some twice
+    llm = LLM(
+        str(folder / "old"),
+        dtype="float32",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=128,
+        max_num_seqs=4,
+        max_num_batched_tokens=256,
+        weight_transfer_config={"backend": "awexd"},
+    )
+    with WeightWriter("grpo", 0, 1, socket, keep=8) as writer:
+        return _Sequence(folder, llm, writer, socket).run()
+
+
+class _Sequence:
+    def __init__(self, folder: Path, llm: Any, writer: WeightWriter, socket: str) -> None:
+        self.folder, self.llm, self.writer, self.socket = folder, llm, writer, socket
+        self.held = self.checkpoint("new")
+        self.report: dict[str, Any] = {"steps": {}}
+
+    def run(self) -> dict[str, Any]:
+        self.note("start", "old", lambda: None)
+        self.writer.register(self.held)
+        workers = VLLMWorkers(self.llm).connect("grpo", "rollout", self.socket)
+        with WeightReader("grpo", "rollout", workers, self.socket) as reader:
+            self.note("update", "new", lambda: reader.update(self.publish(1, "new")))
+            with _failing_once(self.llm):
+                self.note("loader", "new", lambda: reader.update(self.publish(2, "newer")))
+            self.note("aside", "new", lambda: reader.update(self.corrupted(3, ASIDE)))
+            self.note("direct", "new", lambda: reader.update(self.corrupted(4, DIRECT)))
+            self.note("again", "newer", lambda: reader.update(self.publish(5, "newer")))
+            self.report["state"] = reader.state
+        self.note("unknown", "newer", lambda: self.by_hand({"steps": 6}))
+        self.note("late", "newer", lambda: self.by_hand({"step": 6, "timeout": 0.2}))
+        self.publish(6, "old")
+        self.note("by hand", "old", lambda: self.by_hand({"step": 6}))
+        self.report["meta"] = [name for name, tensor in _model(self.llm).named_parameters() if tensor.is_meta]
+        self.llm.shutdown_weight_transfer_engine()
+        return self.report
+
+    def checkpoint(self, version: str) -> dict[str, torch.Tensor]:
+        (file,) = (self.folder / version).glob("*.safetensors")
+        return {name: tensor.float() for name, tensor in load_file(file).items()}
+
+    def publish(self, step: int, version: str) -> int:
+        for name, tensor in self.checkpoint(version).items():
+            self.held[name].copy_(tensor)
+        self.writer.publish(step)
+        return step
+
+    def corrupted(self, step: int, name: str) -> int:
+        for key, tensor in self.held.items():
+            tensor.copy_(torch.randn(tensor.shape) + len(key))
+        self.writer.publish(step)
+        corrupt(self.held[name])
+        return step
+
+    def by_hand(self, info: dict[str, Any]) -> None:
+        """vLLM's own calls, none of ours."""
+        self.llm.start_weight_update()
+        self.llm.update_weights({"update_info": info})
+        self.llm.finish_weight_update(f"by hand {info['step']}")
+        self.llm.reset_prefix_cache()
+
+    def note(self, name: str, version: str, act: Callable[[], object]) -> None:
+        """Acts, and says what vLLM then generates, and what it should."""
+        said = None
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001 - told in the report
+            said = [type(error).__name__, str(error), *getattr(error, "__notes__", ())]
+        self.report["steps"][name] = {
+            "tokens": self.tokens(),
+            "expected": generated(self.folder / version),
+            "version": self.llm.get_weight_version(),
+            "error": said,
+        }
+
+    def tokens(self) -> list[int]:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+        (answer,) = self.llm.generate([{"prompt_token_ids": PROMPT}], sampling, use_tqdm=False)
+        return list(answer.outputs[0].token_ids)
+
+
+def _model(llm: Any) -> Any:
+    (model,) = llm.apply_model(lambda live: live)
+    return model
+
+
+@contextlib.contextmanager
+def _failing_once(llm: Any) -> Iterator[None]:
+    """The model's loader breaks off in the midst of the next load, and works again after that."""
+    model = _model(llm)
+
+    def load_weights(weights: Any) -> None:
+        del model.load_weights
+
+        def half() -> Iterator[Any]:
+            yield from list(weights)[:9]
+            raise OSError("the loader broke off")
+
+        model.load_weights(half())
+
+    model.load_weights = load_weights
+    yield
+
+
+if __name__ == "__main__":
+    main()
