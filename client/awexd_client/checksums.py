@@ -32,9 +32,13 @@ _OFFSET = np.uint64(CHECKSUM_OFFSET).view(np.int64)
 Table = npt.NDArray[np.int64]
 
 
-def table_of(manifest: Manifest, mapping: Mapping) -> Table:
-    """The table in a mapped segment: the very memory. It does not keep the mapping."""
-    count = first_cells(manifest)[-1]
+def table_of(manifest: Manifest, mapping: Mapping, count: int | None = None) -> Table:
+    """The table in a mapped segment: the very memory. It does not keep the mapping.
+
+    Args:
+        count: its cells, where they have been counted.
+    """
+    count = first_cells(manifest)[-1] if count is None else count
     return array_at(mapping.address + checksums_at(manifest), CHECKSUM_BYTES, (count,), (CHECKSUM_BYTES,))
 
 
@@ -111,7 +115,9 @@ class Comparison:
     def __init__(self, manifests: Sequence[Manifest], segments: dict[int, Mapping]) -> None:
         self._segments = segments
         self._cells = {rank: first_cells(manifests[rank]) for rank in segments}
-        self._tables = {rank: table_of(manifests[rank], mapping) for rank, mapping in segments.items()}
+        self._tables = {
+            rank: table_of(manifests[rank], mapping, self._cells[rank][-1]) for rank, mapping in segments.items()
+        }
         self._sums: list[_Sum] = []
         self._found: list[int] = []
         self._wholes: dict[int, tuple[Sums, _Whole]] = {}

@@ -10,6 +10,7 @@ from awexd_client.publication import Publication, Update
 from awexd_client.writer import WeightWriter
 from awexd_transports.dtypes import dtype_name
 from awexd_transports.errors import InvalidArgument
+from awexd_transports.layout import Shard
 
 if TYPE_CHECKING:
     import torch
@@ -107,7 +108,7 @@ class Stream:
         if self._update is not None and self._owner._specs.get(name) != spec:
             self._take_back()
         if self._update is not None:
-            self._update.write({name: tensor})
+            self._update.write([Shard(name, tensor.detach())])
         else:
             self._kept[name] = tensor.detach().clone()
         self._seen[name] = spec
@@ -150,7 +151,7 @@ class Stream:
         update = self._writer.begin(self.step, self._owner.timeout)
         try:
             for name in list(self._kept):
-                update.write({name: self._kept.pop(name)})
+                update.write([Shard(name, self._kept.pop(name))])
         except BaseException as error:
             update.__exit__(type(error), error, error.__traceback__)
             raise
