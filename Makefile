@@ -17,7 +17,7 @@ DEV := $(VENV)/.dev-$(call hash,requirements/base.txt requirements/demo.txt requ
 PEERS := $(foreach name,torchstore awex checkpoint-engine,.peers/$(name)/.made-$(call hash,requirements/peers/$(name).txt))
 # Engines that tests run, each in an environment of its own: requirements/engines/<name>.txt is complete, as peers' lists
 # are; <name>.sh, where there is one, does what pip alone cannot, with the environment's python as $1.
-ENGINES := megatron sglang vllm
+ENGINES := megatron sglang vllm verl
 lists = $(sort $(wildcard requirements/engines/$(1).txt requirements/engines/$(1).sh))
 engine = .engines/$(1)/.made-$(call hash,$(call lists,$(1)))
 # This checkout, installed there too: engines find our entry points.

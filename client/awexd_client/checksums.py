@@ -5,7 +5,8 @@ One u64 a cell, in a table after the pieces (``awexd_transports.cells``, ``.dige
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -31,9 +32,13 @@ _OFFSET = np.uint64(CHECKSUM_OFFSET).view(np.int64)
 Table = npt.NDArray[np.int64]
 
 
-def table_of(manifest: Manifest, mapping: Mapping) -> Table:
-    """The table in a mapped segment: the very memory. It does not keep the mapping."""
-    count = first_cells(manifest)[-1]
+def table_of(manifest: Manifest, mapping: Mapping, count: int | None = None) -> Table:
+    """The table in a mapped segment: the very memory. It does not keep the mapping.
+
+    Args:
+        count: its cells, where they have been counted.
+    """
+    count = first_cells(manifest)[-1] if count is None else count
     return array_at(mapping.address + checksums_at(manifest), CHECKSUM_BYTES, (count,), (CHECKSUM_BYTES,))
 
 
@@ -110,10 +115,23 @@ class Comparison:
     def __init__(self, manifests: Sequence[Manifest], segments: dict[int, Mapping]) -> None:
         self._segments = segments
         self._cells = {rank: first_cells(manifests[rank]) for rank in segments}
-        self._tables = {rank: table_of(manifests[rank], mapping) for rank, mapping in segments.items()}
+        self._tables = {
+            rank: table_of(manifests[rank], mapping, self._cells[rank][-1]) for rank, mapping in segments.items()
+        }
         self._sums: list[_Sum] = []
         self._found: list[int] = []
         self._wholes: dict[int, tuple[Sums, _Whole]] = {}
+
+    @property
+    def ranks(self) -> Collection[int]:
+        """The writer ranks whose segments these are."""
+        return self._tables.keys()
+
+    def fresh(self) -> Comparison:
+        """One without rows, over the same segments."""
+        other = copy.copy(self)
+        other._sums, other._found, other._wholes = [], [], {}
+        return other
 
     def rows(self, row: Row, rank: int, entry: Entry, whole: View, low: Place) -> Iterator[Row]:
         """The row, which copies a part of a piece of that rank, tile by tile.
@@ -171,7 +189,7 @@ class Comparison:
     def _expected(self) -> list[int]:
         if not self._sums:
             return []
-        ranks = sorted(self._tables)
+        ranks = sorted({one.rank for one in self._sums})
         stored = np.concatenate([*(self._tables[rank].view(np.uint64) for rank in ranks), np.zeros(1, np.uint64)])
         bases = dict(zip(ranks, np.cumsum([0, *(len(self._tables[rank]) for rank in ranks)]).tolist(), strict=False))
         starts = np.array([bases[one.rank] + one.first for one in self._sums])

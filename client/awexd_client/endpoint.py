@@ -272,6 +272,11 @@ def failed(error: BaseException) -> str:
     return text[:1000]
 
 
+def told(error: BaseException | None) -> list[str] | None:
+    """An error as it is told: its code and its message."""
+    return None if error is None else [error.code if isinstance(error, AwexdError) else "error", failed(error)]
+
+
 def _after_fork() -> None:
     for endpoint in list(_endpoints):
         endpoint._after_fork()

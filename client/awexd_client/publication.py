@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from awexd_client.outgoing import check_same
 from awexd_transports.copy import CopyTable, Row, View
 from awexd_transports.errors import ManifestMismatch, VersionConflict
 from awexd_transports.layout import Box, Shard
+from awexd_transports.segment import piece_at
 
 if TYPE_CHECKING:
     from awexd_client.writer import WeightWriter
@@ -72,6 +73,7 @@ class Update:
         self._timeout = timeout
         self._parts: dict[tuple[str, Box], int] = {}
         """Parts that are written, and which registered piece each is."""
+        self._pieces: set[int] = set()
 
     def write(self, shards: Iterable[Shard] | object) -> None:
         """Copies these parts, which are among the registered ones; their tensors may be others.
@@ -92,6 +94,16 @@ class Update:
             self.publication.nbytes += table.nbytes
             check_same(again)
             self._parts |= new
+            self._pieces.update(new.values())
+
+    def written(self) -> Iterator[tuple[str, View]]:
+        """The parts that were written, by name, and where they lie in the segment until the ``with`` block ends."""
+        self._check_open()
+        segment = self._writer._segment
+        for (name, _), piece in self._parts.items():
+            for number, entry, _ in segment.parts[piece]:
+                address = self._mapping.address + piece_at(segment.manifest, number)
+                yield name, View.packed(address, entry.box.shape, entry.tensor.dtype, self._mapping)
 
     def __enter__(self) -> Update:
         return self
@@ -121,7 +133,7 @@ class Update:
         new: dict[tuple[str, Box], int] = {}
         rows: list[Row] = []
         again: list[Row] = []
-        there = set(self._parts.values())
+        fresh: set[int] = set()
         for shard in shards_of(shards):
             part, view = (shard.name, shard.box), view_of(shard)
             piece = self._find(shard, view)
@@ -130,11 +142,11 @@ class Update:
                     f"step {self.publication.step}", mismatched={shard.name: f"{shard.box} was written already"}
                 )
             # A further name of a piece that is there already: it must bring the same bytes.
-            if piece in there:
+            if piece in self._pieces or piece in fresh:
                 again += segment.rows(piece, view, self._mapping)
             else:
                 rows += segment.rows(piece, view, self._mapping, summed=summed)
-            there.add(piece)
+            fresh.add(piece)
             new[part] = piece
         return new, rows, again
 
@@ -162,9 +174,8 @@ class Update:
             )
 
     def _check_whole(self) -> None:
-        written = set(self._parts.values())
         pieces = self._writer._holding.manifest.pieces
-        missing = {entry.tensor.name for number, entry in enumerate(pieces) if number not in written}
+        missing = {entry.tensor.name for number, entry in enumerate(pieces) if number not in self._pieces}
         if missing:
             raise ManifestMismatch.between(
                 f"step {self.publication.step} was not written whole", missing=missing, mismatched={}

@@ -11,7 +11,7 @@ from typing import Any
 
 from awexd.protocol import MAX_KEEP, MAX_REASONS, MAX_STEP
 from awexd_client.adapters.base import Adapter, EngineWeights
-from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline, check_whole, failed
+from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline, check_whole, told
 from awexd_client.holding import Holding
 from awexd_client.preparing import Preparing
 from awexd_client.session import Asked
@@ -352,12 +352,7 @@ class WorkerWeightsReader(Preparing):
     def _release(self, lease: str | None, *, dirty: bool = False, error: BaseException | None = None) -> None:
         if lease == self._leased:
             self._leased = None
-        self._tell("read.release", lease=lease, dirty=dirty, error=_told(error))
-
-
-def _told(error: BaseException | None) -> list[str] | None:
-    """An error as it is told: its code and its message."""
-    return None if error is None else [error.code if isinstance(error, AwexdError) else "error", failed(error)]
+        self._tell("read.release", lease=lease, dirty=dirty, error=told(error))
 
 
 def _reasons(weights: EngineWeights) -> list[list[str | int]]:

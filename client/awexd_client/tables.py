@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 from awexd_client.checksums import Comparison
 from awexd_client.holding import Holding
@@ -17,6 +18,22 @@ from awexd_transports.segment import piece_at
 
 Segments = Mapping[int, MappedSegment]
 """Mapped segments by writer rank."""
+
+
+class Views(Protocol):
+    """Where the bytes of entries lie, by entry number."""
+
+    def __getitem__(self, number: int, /) -> View: ...
+
+
+class Destination(Protocol):
+    """What copies fill. A ``Holding`` is one."""
+
+    @property
+    def manifest(self) -> Manifest: ...
+
+    @property
+    def views(self) -> Views: ...
 
 
 @dataclass(frozen=True)
@@ -125,30 +142,48 @@ def prepare(holding: Holding, sources: Sources, segments: Segments, summed: Coll
     copies, first = sources.plan.copies, holding.first_aside
     same = CopyTable(_same(holding, sources, segments))
     if not holding.weights.aside:
-        return Prepared(_build(holding, sources, segments, summed, copies, same), None, tuple(segments.values()))
+        live = build(holding, sources, segments, comparison(sources, segments, summed), copies, same)
+        return Prepared(live, None, tuple(segments.values()))
     live, aside = (
-        _build(holding, sources, segments, summed, [c for c in copies if (c.destination_entry >= first) == late], table)
-        for late, table in ((False, same), (True, CopyTable(())))
+        build(holding, sources, segments, comparison(sources, segments, summed), part, table)
+        for part, table in (
+            ([copy for copy in copies if copy.destination_entry < first], same),
+            ([copy for copy in copies if copy.destination_entry >= first], CopyTable(())),
+        )
     )
     return Prepared(live, aside, tuple(segments.values()))
 
 
-def _build(
-    holding: Holding,
+def comparison(sources: Sources, segments: Segments, summed: Collection[int] | None) -> Comparison | None:
+    """Of what comes from segments with checksums. ``summed`` as for ``prepare``."""
+    if summed is None:
+        return None
+    return Comparison(sources.manifests, {rank: segments[rank] for rank in sources.ranks if rank in summed})
+
+
+def build(
+    destination: Destination,
     sources: Sources,
     segments: Segments,
-    summed: Collection[int] | None,
+    sums: Comparison | None,
     copies: Iterable[Copy],
-    same: CopyTable,
+    same: CopyTable | None = None,
 ) -> Tables:
-    if summed is None:
-        rows: Iterable[Row] = (_row(holding, sources, copy, segments) for copy in copies)
-        return Tables(CopyTable(rows), same, None, CopyTable(()))
-    sums = Comparison(sources.manifests, {rank: segments[rank] for rank in sources.ranks if rank in summed})
-    rows, bare = [], []
+    """The tables of these copies.
+
+    Args:
+        sums: takes the rows; what comes from other segments than its own is compared with them. None: nothing is to be
+            compared.
+    """
+    same = same or CopyTable(())
+    if sums is None:
+        plain: Iterable[Row] = (_row(destination, sources, copy, segments) for copy in copies)
+        return Tables(CopyTable(plain), same, None, CopyTable(()))
+    rows: list[Row] = []
+    bare: list[Row] = []
     for copy in copies:
-        row = _row(holding, sources, copy, segments)
-        if copy.source not in summed:
+        row = _row(destination, sources, copy, segments)
+        if copy.source not in sums.ranks:
             bare.append(row)
             continue
         manifest = sources.manifests[copy.source]
@@ -159,9 +194,9 @@ def _build(
     return Tables(CopyTable([*rows, *bare]), same, sums, CopyTable(bare))
 
 
-def _row(holding: Holding, sources: Sources, copy: Copy, segments: Segments) -> Row:
-    entry = holding.manifest.entries[copy.destination_entry]
-    part = holding.views[copy.destination_entry].sub(copy.box.relative_to(entry.box.offset))
+def _row(destination: Destination, sources: Sources, copy: Copy, segments: Segments) -> Row:
+    entry = destination.manifest.entries[copy.destination_entry]
+    part = destination.views[copy.destination_entry].sub(copy.box.relative_to(entry.box.offset))
     return Row(part, sources.view(copy, copy.box, segments), entry.tensor.name)
 
 

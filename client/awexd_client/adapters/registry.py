@@ -122,7 +122,7 @@ def _plug_ins() -> dict[str, EntryPoint]:
     ours = {name: f"{cls.__module__}:{cls.__qualname__}" for name, cls in BUILT_IN.items()}
     found: dict[str, EntryPoint] = {}
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
-        if point.value == ours.get(point.name):
+        if point.name in BUILT_IN and _names(point, BUILT_IN[point.name]):
             continue
         taken = ours.get(point.name) or (found[point.name].value if point.name in found else point.value)
         if taken != point.value:
@@ -143,3 +143,9 @@ def _checked(adapter: Any, what: str) -> Adapter:
     if isinstance(adapter, type) or not isinstance(adapter, Adapter):
         raise InvalidArgument(f"{what} has no name, matches() and shards(): {adapter!r}")
     return adapter
+
+
+def _names(point: EntryPoint, built_in: type) -> bool:
+    """Whether an entry point is that class, from its own module or from a package around it."""
+    module, _, name = point.value.partition(":")
+    return name == built_in.__qualname__ and f"{built_in.__module__}.".startswith(f"{module}.")
