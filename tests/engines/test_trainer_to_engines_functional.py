@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 CONFIG = CONFIGS["served"]
 TP, PP = 2, 2
 TOKENS = 8
+NAME = "model.layers.0.mlp.down_proj.weight"
 
 
 class Trainer:
@@ -90,13 +92,19 @@ class Reference:
         with torch.device("meta"):
             model = transformers.Qwen3ForCausalLM(config)
         self.weights = {name: torch.zeros(tensor.shape) for name, tensor in model.state_dict().items()}
-        self._config, self._folder = config, folder
-        self._reader = WorkerWeightsReader("grpo", "reference", 0, 1, socket)
-        self._reader.register(self.weights)
+        self._config, self._folder, self._socket = config, folder, socket
 
-    def checkpoint(self, step: int) -> Path:
-        self._reader.update(step)
-        return self.write(f"{step}", self.weights)
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Callable[[int], Path]]:
+        """What is yielded brings a step in and writes it; the folder."""
+        with WorkerWeightsReader("grpo", "reference", 0, 1, self._socket) as reader:
+            reader.register(self.weights)
+
+            def checkpoint(step: int) -> Path:
+                reader.update(step)
+                return self.write(f"{step}", self.weights)
+
+            yield checkpoint
 
     def write(self, name: str, weights: dict[str, torch.Tensor]) -> Path:
         folder = self._folder / name
@@ -105,9 +113,6 @@ class Reference:
         self._config.save_pretrained(folder)
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         return folder
-
-    def close(self) -> None:
-        self._reader.close()
 
 
 class Scene:
@@ -149,7 +154,6 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         trainer = Trainer(tmp_path_factory.mktemp("trainer"), daemon.socket)
         stack.callback(trainer.end)
         reference = Reference(daemon.socket, tmp_path_factory.mktemp("checkpoints"))
-        stack.callback(reference.close)
         first = reference.write("first", {name: torch.randn(t.shape) * 0.1 for name, t in reference.weights.items()})
         vllm = stack.enter_context(serving(first, short, plain=True))
         sglang = SGLang(first, tmp_path_factory.mktemp("sglang"))
@@ -165,26 +169,27 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     model="qwen3", trainer="megatron TP2 PP2", engine="sglang TP2, over HTTP", checked="SGLang's own loader"
 )
 def test_three_updates_in_a_row_of_which_the_second_fails(scene: Scene) -> None:
-    scene.trainer.publish(1, 10)
-    first = scene.reference.checkpoint(1)
-    for reader in scene.readers.values():
-        assert reader.update(1).step == 1
-    after_first = scene.states()
-    assert scene.versions() == {"vllm": "1.1", "sglang": "1.1"}
+    with scene.reference.reading() as checkpoint:
+        scene.trainer.publish(1, 10)
+        first = checkpoint(1)
+        for reader in scene.readers.values():
+            assert reader.update(1).step == 1
+        after_first = scene.states()
+        assert scene.versions() == {"vllm": "1.1", "sglang": "1.1"}
 
-    scene.trainer.publish(2, 20)
-    scene.reference.checkpoint(2)
-    corrupt(scene.reference.weights["model.layers.0.mlp.down_proj.weight"][:, : CONFIG["intermediate_size"] // TP])
-    for reader in scene.readers.values():
-        with pytest.raises(IntegrityError, match=r"model\.layers\.0\.mlp\.down_proj\.weight"):
-            reader.update(2)
-    assert scene.states() == after_first
-    assert scene.versions() == {"vllm": "1.1", "sglang": "1.1"}
-    events = json.dumps(scene.daemon.ask("events", job="grpo", after=0))
-    assert events.count("model.layers.0.mlp.down_proj.weight") >= len(scene.readers)
+        scene.trainer.publish(2, 20)
+        checkpoint(2)
+        corrupt(scene.reference.weights[NAME][:, : CONFIG["intermediate_size"] // TP])
+        for reader in scene.readers.values():
+            with pytest.raises(IntegrityError, match=re.escape(NAME)):
+                reader.update(2)
+        assert scene.states() == after_first
+        assert scene.versions() == {"vllm": "1.1", "sglang": "1.1"}
+        events = json.dumps(scene.daemon.ask("events", job="grpo", after=0))
+        assert events.count(NAME) >= len(scene.readers)
 
-    scene.trainer.publish(3, 30)
-    third = scene.reference.checkpoint(3)
+        scene.trainer.publish(3, 30)
+        third = checkpoint(3)
     for reader in scene.readers.values():
         assert reader.update().step == 3
         assert (reader.state, reader.version) == ("ready", (1, 3))

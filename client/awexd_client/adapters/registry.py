@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -121,7 +123,7 @@ def _plug_ins() -> dict[str, EntryPoint]:
     """
     ours = {name: f"{cls.__module__}:{cls.__qualname__}" for name, cls in BUILT_IN.items()}
     found: dict[str, EntryPoint] = {}
-    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+    for point in _installed(tuple(sys.path)):
         if point.name in BUILT_IN and _names(point, BUILT_IN[point.name]):
             continue
         taken = ours.get(point.name) or (found[point.name].value if point.name in found else point.value)
@@ -129,6 +131,12 @@ def _plug_ins() -> dict[str, EntryPoint]:
             raise InvalidArgument(f"two adapters are called {point.name!r}: {taken} and {point.value}; uninstall one")
         found[point.name] = point
     return found
+
+
+@lru_cache(maxsize=1)
+def _installed(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+    """Looking through all that is installed takes milliseconds, and parts of an update are looked up one by one."""
+    return tuple(sorted(entry_points(group=GROUP), key=lambda point: point.name))
 
 
 def _load(point: EntryPoint) -> Adapter:
