@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -114,10 +115,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _follow(arguments: argparse.Namespace) -> int:
-    """Prints events; with ``--follow`` until it is interrupted or the daemon goes away."""
+    """Prints events; with ``--follow`` until it is interrupted or ended, or the daemon goes away."""
     from awexd_client.session import Connection, socket_path
 
     after = None
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         connection = Connection(socket_path(arguments.socket))
         while after is None or arguments.follow:

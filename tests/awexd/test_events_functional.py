@@ -50,7 +50,7 @@ def test_awexctl_follows_events_until_it_is_stopped(daemon: Daemon) -> None:
             writer.publish(1)
             event = json.loads(following.stdout.readline())
             assert (event["kind"], event["number"]) == ("committed", 3)
-            following.send_signal(signal.SIGINT)
+            following.send_signal(signal.SIGTERM)  # what starts in the background may ignore SIGINT
             assert following.wait(30) == 0
         whole = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
         assert [event["kind"] for event in json.loads(whole.stdout)["events"]] == ["epoch", "joined", "committed"]

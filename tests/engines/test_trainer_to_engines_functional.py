@@ -21,7 +21,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from awexd_client import IntegrityError, WeightReader, WorkerWeightsReader
+from awexd_client import DeadlineExceeded, IntegrityError, WeightReader, WorkerWeightsReader
 from awexd_client.sglang import SGLangServer
 from awexd_client.vllm import VLLMServer
 from tests.daemons import Daemon
@@ -74,6 +74,16 @@ class Trainer:
             assert process.stdout
             if process.stdout.readline() != f"{step}\n":
                 pytest.fail(f"rank {rank}:\n{(self._folder / f'log.{rank}').read_text()[-4000:]}", pytrace=False)
+
+    def die(self, step: int, seed: int) -> None:
+        """The last rank is killed while the others have published that step and wait for it."""
+        *others, last = self._ranks
+        for process in others:
+            assert process.stdin
+            process.stdin.write(f"{step} {seed}\n")
+            process.stdin.flush()
+        last.kill()
+        last.wait()
 
     def end(self) -> None:
         for process in self._ranks:
@@ -222,3 +232,16 @@ def test_dry_run_foresees_what_has_been_registered(scene: Scene, engine: str) ->
     assert foreseen["works"]
     assert registered["works"]
     assert links(foreseen, f"{engine} 0") == links(registered, engine) != []
+
+
+def test_trainer_that_is_killed_while_it_publishes(scene: Scene) -> None:
+    before, versions = scene.states(), scene.versions()
+    scene.trainer.die(4, 40)
+    for reader in scene.readers.values():
+        with pytest.raises(DeadlineExceeded, match="step 4 to be committed"):
+            reader.update(4, timeout=1.0)
+        assert (reader.state, reader.version) == ("ready", (1, 3))
+    assert scene.states() == before
+    assert scene.versions() == versions
+    events = scene.daemon.ask("events", job="grpo", after=0)["events"]
+    assert any(f"writer rank {TP * PP - 1} left" in event["text"] for event in events)

@@ -195,11 +195,15 @@ def test_places_agree_with_sharded_state_dict(trainers: Trainers, job: str) -> N
 
 def spec_of(job: str) -> str | None:
     """What ``awexctl plan`` calls a job's layout, where it has words for it."""
+    config = CONFIGS[config_of(job)]
     parts = [part for part in job.removeprefix(config_of(job)).split("-") if part]
     found = [re.fullmatch(r"(tp|pp|vpp|ep|etp|dp)(\d+)", part) for part in parts]
-    words = [f"{one[1]}={one[2]}" for one in found if one]
-    known = CONFIGS[config_of(job)]["model_type"] in FAMILIES and len(words) == len(parts)
-    return ",".join(words) if known and "etp" not in words and job not in MTP else None
+    sizes = {one[1]: int(one[2]) for one in found if one}
+    if config["model_type"] not in FAMILIES or len(sizes) < len(parts) or job in MTP:
+        return None
+    sizes["dp"] = WORLD_OF[job] // (sizes.get("tp", 1) * sizes.get("pp", 1))
+    words = [f"{word}={size}" for word, size in sizes.items()] + ["pad=64"]
+    return ",".join([*words, "mla=cut"] if "kv_lora_rank" in config else words)  # as in local specifications
 
 
 def held(entries: Iterable[tuple[str, Sequence[int], Sequence[int], Sequence[int]]]) -> dict[str, torch.Tensor]:
@@ -213,8 +217,7 @@ def held(entries: Iterable[tuple[str, Sequence[int], Sequence[int], Sequence[int
 
 @pytest.mark.parametrize("job", [job for job in WORLD_OF if spec_of(job) is not None])
 def test_dry_run_knows_what_each_rank_holds(trainers: Trainers, job: str) -> None:
-    spec = f"megatron:{spec_of(job)}" if spec_of(job) else "megatron:tp=1"
-    planned = trainer(model_of(CONFIGS[config_of(job)], "float32"), parse(spec, TRAINERS))
+    planned = trainer(model_of(CONFIGS[config_of(job)], "float32"), parse(f"megatron:{spec_of(job)}", TRAINERS))
     assert len(planned) == WORLD_OF[job]
     for manifest, shards in zip(planned, trainers.reports[job], strict=True):
         foreseen = held((e.tensor.name, e.tensor.shape, e.box.offset, e.box.shape) for e in manifest.entries)
