@@ -118,21 +118,27 @@ def _follow(arguments: argparse.Namespace) -> int:
     """Prints events; with ``--follow`` until it is interrupted or ended, or the daemon goes away."""
     from awexd_client.session import Connection, socket_path
 
-    after = None
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    found: list[Answer] = []
     try:
         connection = Connection(socket_path(arguments.socket))
-        while after is None or arguments.follow:
-            given = {"job": arguments.job, "after": after}
+        answer: Answer = {"last": None, "more": True}
+        while answer["more"] or arguments.follow:
+            given = {"job": arguments.job, "after": answer["last"]}
+            timeout = arguments.timeout if answer["more"] else FOLLOW_SECONDS
             try:
-                answer = connection.call("events", given, timeout=FOLLOW_SECONDS if after else arguments.timeout)[0]
+                answer = connection.call("events", given, timeout=timeout)[0]
             except DeadlineExceeded:
-                if after is None:
+                if answer["more"]:
                     raise
                 continue
-            after = answer["last"]
-            _print_events(answer["events"], arguments)
+            found += answer["events"]
+            if arguments.follow:
+                _print_events(found, arguments)
+                found.clear()
         connection.goodbye()
+        if not arguments.follow:
+            _print_events(found, arguments)
     except KeyboardInterrupt:
         return 0
     except AwexdError as error:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
+
+import orjson
 
 from awexd import __version__, access
 from awexd.service import EVENTS, Call, Reply, Service
@@ -14,8 +17,8 @@ from awexd.store import Wait
 from awexd.store.model import Engine, Job, SegmentState, Worker, Writer
 from awexd_transports.errors import VersionUnavailable
 
-MAX_EVENTS = 1000
-"""Events in one answer; a frame has its limit."""
+PAGE_BYTES = 1 << 18
+"""Of events in one answer, about: a frame has its limit."""
 
 
 class Report:
@@ -116,7 +119,7 @@ class Report:
         return Reply(body | {"engines": engines, "bodies": index}, [fd])
 
     def _events(self, call: Call) -> Reply | Wait:
-        """Those after a number, once there are any; without one, all that are remembered."""
+        """Those after a number, once there are any; without one, from the first that is remembered. In pages."""
         events, after = self._service.events, call.arguments["after"]
         wanted = call.arguments["job"]
         name = access.qualify(wanted, call.peer) if wanted else None
@@ -128,7 +131,9 @@ class Report:
         ]
         if after is not None and not found:
             return Wait(EVENTS, lambda: "something to happen")
-        return Reply({"events": found[-MAX_EVENTS:], "last": events.last})
+        page = _page(found)
+        more = len(page) < len(found)
+        return Reply({"events": page, "last": page[-1]["number"] if more else events.last, "more": more})
 
     def _job(self, job: Job) -> dict[str, Any]:
         return _job(job) | {"engines": [self._engine(engine) for engine in job.engines.values()]}
@@ -157,6 +162,12 @@ class Report:
 
 def _registered(ranks: Iterable[Writer | Worker]) -> list[tuple[int, str]]:
     return sorted((one.rank, one.digest) for one in ranks)
+
+
+def _page(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As many of the first as one answer takes, but one at least."""
+    ends = itertools.accumulate(len(orjson.dumps(event)) for event in events)
+    return events[: max(1, sum(end <= PAGE_BYTES for end in ends))]
 
 
 def _job(job: Job) -> dict[str, Any]:

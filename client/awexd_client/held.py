@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+from awexd.protocol import MAX_DEADLINE_MS
 from awexd_client.checksums import Comparison
 from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline, Endpoint, told
 from awexd_client.mappings import Mapping
@@ -95,8 +96,13 @@ class HeldReader(Endpoint):
             self._leased = self._read = None
             return self._surviving(lambda deadline: self._register(deadline.left()), deadline)
 
-    def lease(self, step: int | None = None, timeout: float = DEFAULT_TIMEOUT) -> tuple[int, int]:
+    def lease(
+        self, step: int | None = None, timeout: float = DEFAULT_TIMEOUT, *, hold: float | None = None
+    ) -> tuple[int, int]:
         """Leases the newest version, or that step's, in place of the one before; waits for one that is still to come.
+
+        Args:
+            hold: seconds that the lease lasts, at most as many as the daemon gives; None: as ``timeout``.
 
         Raises:
             VersionUnavailable: that step is not held any more.
@@ -106,7 +112,8 @@ class HeldReader(Endpoint):
         deadline = Deadline(timeout)
         with self._turn(deadline):
             self._leased = None
-            self._surviving(lambda deadline: self._lease(step, deadline), deadline)
+            seconds = deadline.seconds if hold is None else hold
+            self._surviving(lambda deadline: self._lease(step, seconds, deadline), deadline)
             return self.epoch, self.step
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -203,10 +210,10 @@ class HeldReader(Endpoint):
         if self._joined is not None:
             self._register(timeout)
 
-    def _lease(self, step: int | None, deadline: Deadline) -> None:
+    def _lease(self, step: int | None, hold: float, deadline: Deadline) -> None:
         if self._joined is None:
             self._register(deadline.left())
-        lease_ms = int(max(deadline.seconds, 1.0) * 1000)
+        lease_ms = max(1000, min(int(hold * 1000), MAX_DEADLINE_MS))
         answer = self._ask("read.resolve", deadline.left(), step=step, lease_ms=lease_ms, stage=False)
         started = time.monotonic()
         try:
@@ -269,7 +276,8 @@ class HeldVersion(HeldReader):
             held = self._ask("versions", deadline.left(), job=job)["versions"]
             if not held:
                 raise VersionUnavailable(f"{job}: no version is held")
-            self.lease(step, deadline.left())
+            # Reading a large model may take longer than a version is waited for.
+            self.lease(step, deadline.left(), hold=MAX_DEADLINE_MS / 1000)
         except BaseException:
             self.close()
             raise

@@ -26,6 +26,8 @@ from awexd_transports.errors import (
     VersionUnavailable,
 )
 
+_TOLD = "_awexd_told"
+"""Set on an error that the daemon knows. To keep the error instead would keep what its frames hold."""
 _log = logging.getLogger(__name__)
 
 
@@ -198,8 +200,12 @@ class WorkerWeightsReader(Preparing):
             return verify(parts, checkpoint, aside=holding.weights.reasons, progress=progress).check()
 
     def fail(self, error: BaseException) -> None:
-        """Tells the daemon why this worker did not update, for ``status``, events and its driver. Never raises."""
-        self._release(None, error=error)
+        """Tells the daemon why this worker did not update, for ``status``, events and its driver. Never raises.
+
+        What ``stage`` or ``apply`` has raised may have been told by them: it is not told again.
+        """
+        if not getattr(error, _TOLD, False):
+            self._release(None, error=error)
 
     def close(self) -> None:
         if self._prefetching is not None and self._prefetching.is_alive():
@@ -352,6 +358,8 @@ class WorkerWeightsReader(Preparing):
     def _release(self, lease: str | None, *, dirty: bool = False, error: BaseException | None = None) -> None:
         if lease == self._leased:
             self._leased = None
+        if error is not None:
+            setattr(error, _TOLD, True)
         self._tell("read.release", lease=lease, dirty=dirty, error=told(error))
 
 

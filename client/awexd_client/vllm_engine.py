@@ -27,13 +27,7 @@ from awexd_client.adapters.vllm import VLLMAdapter
 from awexd_client.endpoint import DEFAULT_TIMEOUT
 from awexd_client.reader import WorkerWeightsReader
 from awexd_client.updates import Staged
-from awexd_transports.errors import (
-    AwexdError,
-    DeadlineExceeded,
-    EpochChanged,
-    InvalidArgument,
-    VersionUnavailable,
-)
+from awexd_transports.errors import AwexdError, InvalidArgument
 
 
 @dataclass
@@ -127,8 +121,8 @@ class AwexdWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
         reader = self._connected()
         try:
             self._staged = reader.stage(update_info.step, update_info.timeout)
-        except (DeadlineExceeded, EpochChanged, InvalidArgument, VersionUnavailable) as error:
-            reader.fail(error)  # it may have come to no lease, whose end would have told the daemon
+        except Exception as error:
+            reader.fail(error)
             raise
         self._timeout = update_info.timeout
 

@@ -39,6 +39,23 @@ def test_wait_for_the_next_event_has_a_deadline(daemon: Daemon) -> None:
         daemon.ask("events", job=None, after=last + 1000, timeout=0.1)
 
 
+def test_more_events_than_one_answer_takes_come_in_pages(daemon: Daemon) -> None:
+    with WorkerWeightsReader("j", "e", 0, 1, daemon.socket) as reader:
+        reader.register({"a": torch.zeros(10)})
+        for number in range(400):
+            reader.fail(ValueError(f"{number:03} " + "x" * 980))
+        pages, after = [], None
+        while after is None or pages[-1]["more"]:
+            pages.append(daemon.ask("events", job="j", after=after))
+            after = pages[-1]["last"]
+        command = [sys.executable, "-m", "awexd.ctl", "events", "--socket", daemon.socket, "--json"]
+        told = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout)
+    events = [event for page in pages for event in page["events"]]
+    assert len(pages) > 1
+    assert [event["number"] for event in events] == list(range(1, 402))
+    assert told["events"][: len(events)] == events
+
+
 def test_awexctl_follows_events_until_it_is_stopped(daemon: Daemon) -> None:
     command = [sys.executable, "-m", "awexd.ctl", "events", "--socket", daemon.socket, "--job", "j", "--json"]
     with WeightWriter("j", 0, 1, daemon.socket) as writer:

@@ -121,6 +121,15 @@ def test_version_withdrawn_while_it_is_read(daemon: Daemon, writer: WeightWriter
     assert held.lease() == (1, 1)
 
 
+def test_version_is_held_for_longer_than_it_was_waited_for(daemon: Daemon, writer: WeightWriter) -> None:
+    writer.register(model(1))
+    writer.publish(1)
+    with HeldVersion("grpo", None, daemon.socket, timeout=1.0) as held:
+        with HeldReader("grpo", "other", daemon.socket) as other, pytest.raises(DeadlineExceeded):
+            other.lease(2, timeout=1.5)
+        held.confirm()
+
+
 def test_lease_that_has_run_out(daemon: Daemon, writer: WeightWriter, held: HeldReader) -> None:
     writer.register(model(1))
     writer.publish(1)

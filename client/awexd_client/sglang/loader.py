@@ -35,11 +35,10 @@ class Rank:
         self._adapter: SGLangAdapter | None = None
         self._made_for: tuple[object, ...] = ()
         self._staged: Staged | None = None
-        self._told = False
 
     def serve(self, model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """One control message; never raises. What went wrong is told to the daemon and kept in ``failure``."""
-        self.failure, self._told = None, False
+        self.failure = None
         try:
             control = control_in(named_tensors)
             reader = self._reader_for(model, control)
@@ -81,11 +80,7 @@ class Rank:
             if staged is not None:
                 reader.release(staged)
             raise VersionUnavailable(f"{control.job}: epoch {control.epoch} step {control.step} is not staged here")
-        try:
-            reader.apply(staged, control.timeout)
-        except Exception:
-            self._told = reader.state == "dirty"  # the reader tells that itself
-            raise
+        reader.apply(staged, control.timeout)
 
     def _abandon(self, reader: WorkerWeightsReader, control: Control) -> None:
         self._drop()
@@ -102,8 +97,7 @@ class Rank:
             return
         try:
             self._drop()
-            if not self._told:
-                self._reader.fail(error)
+            self._reader.fail(error)
         except Exception as another:  # noqa: BLE001 - SGLang would end the server
             _log.warning("the daemon could not be told: %s", another)
 
