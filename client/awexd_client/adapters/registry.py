@@ -12,6 +12,7 @@ from awexd_client.adapters.base import Adapter, EngineWeights
 from awexd_client.adapters.fsdp import FSDPAdapter
 from awexd_client.adapters.hf import HFAdapter
 from awexd_client.adapters.megatron import MegatronAdapter
+from awexd_client.adapters.sglang import SGLangAdapter
 from awexd_client.adapters.vllm import VLLMAdapter
 from awexd_client.adapters.watch import Watch
 from awexd_transports.errors import InvalidArgument
@@ -21,11 +22,12 @@ GROUP = "awexd.adapters"
 BUILT_IN: dict[str, type[Adapter]] = {
     "megatron": MegatronAdapter,
     "vllm": VLLMAdapter,
+    "sglang": SGLangAdapter,
     "fsdp": FSDPAdapter,
     "hf": HFAdapter,
 }
-"""In the order in which they are asked; MegatronAdapter and VLLMAdapter take only models of theirs, FSDPAdapter only
-what has DTensors, HFAdapter any module or mapping."""
+"""In the order in which they are asked; the first three take only models of theirs, FSDPAdapter only what has DTensors,
+HFAdapter any module or mapping."""
 
 
 def shards_of(target: object, adapter: str | Adapter | None = None) -> list[Shard]:

@@ -12,12 +12,11 @@ import base64
 import contextlib
 import json
 import os
-import urllib.error
-import urllib.request
 from abc import ABC, abstractmethod
 from typing import Any
 
 from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline
+from awexd_client.engine_http import EngineServer
 from awexd_client.session import Connection, socket_path
 from awexd_client.sglang.control import LOADER, Control, pickled
 from awexd_transports.errors import AwexdError, DeadlineExceeded, InvalidArgument
@@ -176,27 +175,15 @@ class SGLangServer(_Driver):
         api_key: str | None = None,
     ) -> None:
         super().__init__(job, engine, socket, pause=pause, direct=direct)
-        self._url = url.rstrip("/")
-        self._headers = {"Content-Type": "application/json"}
-        if api_key is not None:
-            self._headers["Authorization"] = f"Bearer {api_key}"
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # an engine is near
+        self._at = EngineServer("SGLang", url, api_key)
         self._ranks: int | None = None
 
     def _call(self, route: str, body: dict[str, Any] | None, deadline: Deadline) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self._url}/{route}", data, self._headers)
-        try:
-            with self._opener.open(request, timeout=deadline.left() + GRACE_SECONDS) as answer:
-                said, text = _said(answer.read())
-        except urllib.error.HTTPError as error:
-            with error:
-                said, text = _said(error.read())
-            raise AwexdError(f"SGLang refused {route} ({error.code}): {said.get('message', text)}") from error
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"SGLang at {self._url} did not answer {route} in time") from error
-        except OSError as error:
-            raise AwexdError(f"SGLang at {self._url} does not answer {route}: {error}") from error
+        method = "GET" if body is None else "POST"
+        status, answer = self._at.call(method, route, body, deadline.left() + GRACE_SECONDS)
+        said, text = _said(answer)
+        if status != 200:
+            raise AwexdError(f"SGLang refused {route} ({status}): {said.get('message', text)}")
         if said.get("success") is False:
             raise AwexdError(f"SGLang refused {route}: {said.get('message', text)}")
         return said

@@ -60,6 +60,15 @@ RUN = {
 }
 """Jobs by number of processes: those whose model was run too, and those that are compared by their bytes only."""
 
+LABELS = {
+    "te": "(names of Transformer Engine's modules)",
+    "fused": "(fused down projections)",
+    "interleaved": "(interleaved gate and up, such names)",
+    "uneven": "(uneven stages)",
+    "laid": "(stages laid out)",
+}
+"""What a job's name says beside parallel sizes, for the support matrix."""
+
 MTP = ["deepseek_v3-mtp", "deepseek_v3-tp2-mtp", "deepseek_v3-pp2-mtp"]
 WORLD_OF = {
     **{job: world for table in (RUN, ALIKE) for world, jobs in table.items() for job in jobs},
@@ -140,7 +149,7 @@ def assert_equal(received: Tensors, expected: Tensors) -> None:
 def told(job: str, checked: str) -> Any:
     """A job with its line of the support matrix."""
     config = config_of(job)
-    layout = " ".join(part.upper() for part in job.removeprefix(config).split("-") if part)
+    layout = " ".join(LABELS.get(part, part.upper()) for part in job.removeprefix(config).split("-") if part)
     return line(job, model=config, trainer=f"megatron {layout or '1 process'}", engine="hf", checked=checked)
 
 

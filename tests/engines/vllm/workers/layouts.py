@@ -15,8 +15,8 @@ import stand
 import torch
 from safetensors.torch import load_file
 
-from awexd_client.adapters.engine import Layout, own_tensors
 from awexd_client.adapters.vllm import VLLMAdapter
+from awexd_client.adapters.vllm.layout import Layout, own_tensors
 from awexd_transports.errors import InvalidArgument
 
 

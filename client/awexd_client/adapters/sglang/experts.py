@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from awexd_client.adapters.parts import Part
 from awexd_client.adapters.rules import gated, split
+from awexd_client.adapters.sglang.parts import Part
 from awexd_transports.errors import InvalidArgument
 
 if TYPE_CHECKING:

@@ -12,10 +12,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from awexd_client.adapters.base import EngineWeights
+from awexd_client.adapters.buffers import HostBuffers
 from awexd_client.adapters.names import is_weight_buffer
-from awexd_client.adapters.parts import HostBuffers, Part, arrange
 from awexd_client.adapters.rules import Run, split, stacked, vocabulary
-from awexd_client.adapters.sglang_experts import expert_parts, stacked_parts
+from awexd_client.adapters.sglang.experts import expert_parts, stacked_parts
+from awexd_client.adapters.sglang.parts import Part, arrange
 from awexd_transports.errors import InvalidArgument
 from awexd_transports.layout import Shard
 

@@ -3,7 +3,7 @@
 Written in place is only what is proven plain: a module of a known class, not quantized, whose parameters have the
 shape, dtype and order in memory with which the class created them, and no kernel that has a form of its own of them.
 All else goes *aside*: whole checkpoint tensors in host buffers, loaded by the model's own ``load_weights`` in a session
-of layerwise reloading (see ``vllm_loading``).
+of layerwise reloading (see ``loading``).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from awexd_client.adapters.base import EngineWeights
-from awexd_client.adapters.engine import Layout, buffers, class_names, direct, own_tensors
 from awexd_client.adapters.names import is_weight_buffer
-from awexd_client.adapters.vllm_loading import Loading
-from awexd_client.adapters.vllm_names import Names
-from awexd_client.adapters.vllm_rules import DERIVED, KINDS, PLAIN, layouts_of
+from awexd_client.adapters.vllm.layout import Layout, buffers, class_names, direct, own_tensors
+from awexd_client.adapters.vllm.loading import Loading
+from awexd_client.adapters.vllm.names import Names
+from awexd_client.adapters.vllm.rules import DERIVED, KINDS, PLAIN, layouts_of
 from awexd_transports.errors import InvalidArgument
 from awexd_transports.layout import Shard
 
@@ -88,7 +88,7 @@ class VLLMAdapter:
         loading = Loading(target, [(owner.path, owner.module, _loaded(owner)) for owner in others], held, self._config)
         return EngineWeights(
             direct=[shard for owner in plain for shard in _in_place(owner)],
-            aside=[Shard(name, tensor) for name, tensor in held.items()],
+            aside=[Shard(name, tensor) for name, tensor in held.tensors.items()],
             load=loading.run if loading.needed else None,
             reasons=reasons,
         )

@@ -10,10 +10,11 @@ engine's next step would end it: here the session is rolled back first.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from awexd_client.adapters.engine import class_names
+from awexd_client.adapters.buffers import HostBuffers
+from awexd_client.adapters.vllm.layout import class_names
 from awexd_transports.errors import AwexdError, InvalidArgument
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ class Loading:
     Args:
         model: the live model.
         modules: those to be loaded by the model: path, module, and how many elements are to come into it.
-        tensors: checkpoint tensors by name, in the model's order (a fused module's side by side); filled by then.
+        held: checkpoint tensors, in the model's order (a fused module's side by side); filled by then, and cleared
+            once they are loaded.
         config: vLLM's VllmConfig, which the loaders of some layers look at.
     """
 
@@ -38,14 +40,14 @@ class Loading:
         self,
         model: Any,
         modules: Sequence[tuple[str, Any, int]],
-        tensors: Mapping[str, torch.Tensor],
+        held: HostBuffers,
         config: Any,
     ) -> None:
         if modules and getattr(model, "_do_torchao_reload", False):
             raise InvalidArgument("a model quantized by torchao is not loaded into while it runs")
         self._model = model
         self._modules = modules
-        self._tensors = tensors
+        self._held = held
         self._config = config
         self._refresh = list(_refreshers(model, {id(module) for _, module, _ in modules}, config.model_config.dtype))
 
@@ -67,7 +69,8 @@ class Loading:
         with set_current_vllm_config(self._config), torch.no_grad(), torch.device(device):
             if self._modules:
                 with _session(self._modules, self._config.model_config):
-                    self._model.load_weights(iter(self._tensors.items()))
+                    self._model.load_weights(iter(self._held.tensors.items()))
+                self._held.clear()
             for refresh in self._refresh:
                 refresh()
 

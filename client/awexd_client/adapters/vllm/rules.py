@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from awexd_client.adapters.engine import Layout, Part, own_tensors, parts_of, whole
 from awexd_client.adapters.rules import Run, heads, share_of, split, stacked, vocabulary
-from awexd_client.adapters.vllm_names import Names
+from awexd_client.adapters.vllm.layout import Layout, Part, own_tensors, parts_of, whole
+from awexd_client.adapters.vllm.names import Names
 from awexd_transports.errors import InvalidArgument
 
 if TYPE_CHECKING:

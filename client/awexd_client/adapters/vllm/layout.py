@@ -1,4 +1,4 @@
-"""What the adapters of inference engines share: live tensors as parts of checkpoint tensors, and buffers for the rest.
+"""Live tensors of vLLM as parts of checkpoint tensors, and buffers for the rest.
 
 A rule of an adapter says of which parts of checkpoint tensors a live tensor is made (:class:`Layout`): pure numbers,
 which hold for the tensor as the engine creates it. Where the engine has left it so, its parts are written in place
@@ -15,6 +15,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from awexd_client.adapters.base import live_view
+from awexd_client.adapters.buffers import HostBuffers
 from awexd_client.adapters.rules import Run
 from awexd_transports.errors import InvalidArgument
 from awexd_transports.layout import Shard
@@ -105,26 +106,22 @@ def direct(layout: Layout, tensor: torch.Tensor) -> Iterator[Shard]:
         yield Shard(part.name, live[part.index], part.shape, part.offset)
 
 
-def buffers(layouts: Iterable[Layout]) -> dict[str, torch.Tensor]:
+def buffers(layouts: Iterable[Layout]) -> HostBuffers:
     """Host memory for each checkpoint tensor of which ``layouts`` hold a part, in that order.
 
     Raises:
         InvalidArgument: two parts that name one tensor of two shapes or dtypes.
     """
-    import torch
-
-    made: dict[str, torch.Tensor] = {}
+    made: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for layout in layouts:
         for part in layout.parts:
-            known = made.get(part.name)
-            if known is None:
-                made[part.name] = torch.empty(part.shape, dtype=layout.dtype, device="cpu")
-            elif tuple(known.shape) != part.shape or known.dtype != layout.dtype:
+            shape, dtype = made.setdefault(part.name, (part.shape, layout.dtype))
+            if (shape, dtype) != (part.shape, layout.dtype):
                 raise InvalidArgument(
-                    f"{part.name}: {list(part.shape)} {layout.dtype} for {layout.path}, {list(known.shape)}"
-                    f" {known.dtype} elsewhere in the model"
+                    f"{part.name}: {list(part.shape)} {layout.dtype} for {layout.path}, {list(shape)} {dtype} elsewhere"
+                    " in the model"
                 )
-    return made
+    return HostBuffers(made)
 
 
 def own_tensors(module: Any) -> dict[str, torch.Tensor]:

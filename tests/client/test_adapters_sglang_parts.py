@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from awexd_client.adapters.parts import HostBuffers, Part, arrange
+from awexd_client.adapters.buffers import HostBuffers
 from awexd_client.adapters.rules import Run, split, stacked
+from awexd_client.adapters.sglang.parts import Part, arrange
 
 
 def _part(path: str, runs: list[Run], tensor: torch.Tensor | None = None, **more: Any) -> Part:

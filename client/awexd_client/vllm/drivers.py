@@ -1,43 +1,19 @@
-"""vLLM: the plug-in that adds weight transfer back end ``awexd``, and drivers of one running instance.
-
-``register`` is vLLM's to call (entry point group ``vllm.general_plugins``); the engine is started with
-``--weight-transfer-config '{"backend": "awexd"}'``. Whoever drives the updates does it by vLLM's own calls or by
-:class:`awexd_client.WeightReader` over one of the drivers here::
-
-    workers = VLLMServer("http://127.0.0.1:8000").connect("grpo", "rollout-0")
-    WeightReader("grpo", "rollout-0", workers).update()
-"""
+"""Drivers of one running instance of vLLM, for ``WeightReader``: by the calls of an ``LLM``, or over HTTP."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
-import urllib.error
-import urllib.parse
-import urllib.request
 from abc import ABC, abstractmethod
 from typing import Any, Self
 
 from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline
-from awexd_transports.errors import AwexdError, DaemonUnavailable, DeadlineExceeded
+from awexd_client.engine_http import EngineServer
+from awexd_transports.errors import AwexdError, DeadlineExceeded
 
-BACKEND = "awexd"
 GRACE = 30.0
 """Seconds that a call may take beyond the deadline that its workers were given: they are to say what was late."""
 _QUICK = 10.0
-_log = logging.getLogger(__name__)
-
-
-def register() -> None:
-    """Makes the back end known to vLLM in this process; may be called again. Imports the engine itself only on use."""
-    try:
-        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-    except ImportError:
-        _log.warning("this vLLM has no weight transfer API (0.18 and newer have): back end %r is not there", BACKEND)
-        return
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, "awexd_client.vllm_engine", "AwexdWeightTransferEngine")
 
 
 class _Instance(ABC):
@@ -155,13 +131,10 @@ class VLLMServer(_Instance):
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        self._url = url.rstrip("/")
-        self._headers = {"Content-Type": "application/json"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._server = EngineServer("vLLM", url, api_key)
 
     def __repr__(self) -> str:
-        return f"VLLMServer({self._url!r})"
+        return f"VLLMServer({self._server.url!r})"
 
     @property
     def weight_version(self) -> str:
@@ -181,19 +154,9 @@ class VLLMServer(_Instance):
         self._request("POST", "reset_prefix_cache?reset_running_requests=true", None, timeout)
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None, timeout: float) -> dict[str, Any]:
-        content = json.dumps(body).encode() if body else None
-        asked = urllib.request.Request(f"{self._url}/{path}", content, self._headers, method=method)
-        try:
-            with urllib.request.urlopen(asked, timeout=timeout) as answer:
-                text = answer.read()
-        except urllib.error.HTTPError as error:
-            raise AwexdError(f"{self._url}/{path}: HTTP {error.code}: {_reason(error.read())}") from error
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"{self._url}/{path} did not answer in {timeout:g} s") from error
-        except urllib.error.URLError as error:
-            if isinstance(error.reason, TimeoutError):
-                raise DeadlineExceeded(f"{self._url}/{path} did not answer in {timeout:g} s") from error
-            raise DaemonUnavailable(f"{self._url}: no vLLM server there: {error.reason}") from error
+        status, text = self._server.call(method, path, body or None, timeout)
+        if status != 200:
+            raise AwexdError(f"{self._server.url}/{path}: HTTP {status}: {_reason(text)}")
         return json.loads(text) if text else {}
 
 
