@@ -5,14 +5,16 @@ All is taken to be written in place. What an engine transforms after loading, it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from awexd.dryrun import cuts
+from awexd.dryrun.cuts import QKV, Cut, Rule
 from awexd.dryrun.models import OUTSIDE, STACKS, Kind, Model, Tensors
 from awexd.dryrun.parts import Part, along, manifest_of, part_of, tied, whole
 from awexd.dryrun.spec import Spec, check_ranks, fitting
-from awexd.dryrun.trainers import QKV, Cut, check_experts, whole_model
-from awexd_client.adapters.rules import Run, heads, share_of, split, vocabulary
+from awexd.dryrun.trainers import check_experts, whole_model
+from awexd_client.adapters.rules import heads, share_of, vocabulary
 from awexd_transports.errors import InvalidArgument
 from awexd_transports.layout import Box, Manifest
 
@@ -247,50 +249,24 @@ def _in_layer(model: Model, tensors: Tensors, place: _Place) -> list[Box]:
     return rule(model, tensors, getattr(place, group))
 
 
-_Rule = Callable[[Model, Tensors, Cut], list[Box]]
-
-
-def _rows(model: Model, tensors: Tensors, cut: Cut) -> list[Box]:
-    return along(tensors.shape, 0, split(tensors.name, tensors.shape[0], *cut))
-
-
-def _columns(model: Model, tensors: Tensors, cut: Cut) -> list[Box]:
-    return along(tensors.shape, 1, split(tensors.name, tensors.shape[1], *cut))
-
-
 def _headed(model: Model, tensors: Tensors, cut: Cut) -> list[Box]:
     share_of(f"{tensors.name}: heads", model.heads, *cut)
-    return _rows(model, tensors, cut)
+    return cuts.rows(model, tensors, cut)
 
 
-def _gate_up(model: Model, tensors: Tensors, cut: Cut) -> list[Box]:
-    half = tensors.shape[0] // 2
-    start, length = share_of(tensors.name, half, *cut)
-    return along(tensors.shape, 0, [Run(tensors.name, 2 * half, at + start, length) for at in (0, half)])
-
-
-def _of_qkv(which: str) -> _Rule:
-    def rule(model: Model, tensors: Tensors, cut: Cut) -> list[Box]:
-        part, parts = cut
-        runs = heads(*QKV, h=model.heads, g=model.groups, d=model.head, part=part, parts=parts)
-        return along(tensors.shape, 0, [run for run in runs if run.name == which])
-
-    return rule
-
-
-_RULES: dict[Kind, tuple[_Rule, str]] = {
-    Kind.QUERY: (_of_qkv(QKV[0]), "attention"),
-    Kind.KEY: (_of_qkv(QKV[1]), "attention"),
-    Kind.VALUE: (_of_qkv(QKV[2]), "attention"),
-    Kind.OUTPUT: (_columns, "attention"),
+_RULES: dict[Kind, tuple[Rule, str]] = {
+    Kind.QUERY: (cuts.of_qkv(heads, QKV[0]), "attention"),
+    Kind.KEY: (cuts.of_qkv(heads, QKV[1]), "attention"),
+    Kind.VALUE: (cuts.of_qkv(heads, QKV[2]), "attention"),
+    Kind.OUTPUT: (cuts.columns, "attention"),
     Kind.HEADED: (_headed, "attention"),
-    Kind.UP: (_rows, "dense"),
-    Kind.DOWN: (_columns, "dense"),
-    Kind.GATE_UP: (_gate_up, "dense"),
-    Kind.SHARED_UP: (_rows, "shared"),
-    Kind.SHARED_DOWN: (_columns, "shared"),
-    Kind.EXPERT_UP: (_rows, "expert_tensor"),
-    Kind.EXPERT_DOWN: (_columns, "expert_tensor"),
+    Kind.UP: (cuts.rows, "dense"),
+    Kind.DOWN: (cuts.columns, "dense"),
+    Kind.GATE_UP: (cuts.gate_up, "dense"),
+    Kind.SHARED_UP: (cuts.rows, "shared"),
+    Kind.SHARED_DOWN: (cuts.columns, "shared"),
+    Kind.EXPERT_UP: (cuts.rows, "expert_tensor"),
+    Kind.EXPERT_DOWN: (cuts.columns, "expert_tensor"),
 }
 """Rule and group of what is cut. What is not here, every worker has all of."""
 

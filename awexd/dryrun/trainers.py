@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from awexd.dryrun import cuts
+from awexd.dryrun.cuts import QKV, Cut, Rule
 from awexd.dryrun.models import OUTSIDE, STACKS, Kind, Model, Tensors
 from awexd.dryrun.parts import Part, along, manifest_of, part_of, tied, whole
 from awexd.dryrun.spec import Spec, check_ranks, fitting
-from awexd_client.adapters.rules import Run, grouped_heads, share_of, split, vocabulary
+from awexd_client.adapters.rules import grouped_heads, vocabulary
 from awexd_client.adapters.runs import chunk
 from awexd_transports.errors import InvalidArgument
 from awexd_transports.layout import Box, Manifest
-
-Cut = tuple[int, int]
-"""This part of how many."""
-QKV: tuple[str, str, str] = ("query heads", "key heads", "value heads")
 
 
 def trainer(model: Model, spec: Spec) -> list[Manifest]:
@@ -190,51 +188,23 @@ def _outside(tensors: Tensors, spec: Spec, place: _Place) -> list[Box]:
 def _in_layer(model: Model, tensors: Tensors, spec: Spec, place: _Place) -> list[Box]:
     rule = _RULES.get(tensors.kind)
     if tensors.kind is Kind.LATENT and spec.choice("mla") == "cut":
-        rule = _column_parallel
+        rule = cuts.rows
     if tensors.kind in (Kind.EXPERT_UP, Kind.EXPERT_DOWN):
-        rule = _column_parallel if tensors.kind is Kind.EXPERT_UP else _row_parallel
+        rule = cuts.rows if tensors.kind is Kind.EXPERT_UP else cuts.columns
         return rule(model, tensors, place.expert_tensor)
     return rule(model, tensors, place.tensor) if rule else whole(tensors.shape)
 
 
-_Rule = Callable[[Model, Tensors, Cut], list[Box]]
-
-
-def _column_parallel(model: Model, tensors: Tensors, cut: Cut) -> list[Box]:
-    """Rows in equal parts; of gate and up each the same part (``rules.gated``), which are two tensors here."""
-    return along(tensors.shape, 0, split(tensors.name, tensors.shape[0], *cut))
-
-
-def _row_parallel(model: Model, tensors: Tensors, cut: Cut) -> list[Box]:
-    return along(tensors.shape, 1, split(tensors.name, tensors.shape[1], *cut))
-
-
-def _gate_up(model: Model, tensors: Tensors, cut: Cut) -> list[Box]:
-    """GLM-4's: of the rows of gate and of up the same part."""
-    half = tensors.shape[0] // 2
-    start, length = share_of(tensors.name, half, *cut)
-    return along(tensors.shape, 0, [Run(tensors.name, 2 * half, at + start, length) for at in (0, half)])
-
-
-def _grouped(which: str) -> _Rule:
-    def rule(model: Model, tensors: Tensors, cut: Cut) -> list[Box]:
-        part, parts = cut
-        runs = grouped_heads(*QKV, h=model.heads, g=model.groups, d=model.head, part=part, parts=parts)
-        return along(tensors.shape, 0, [run for run in runs if run.name == which])
-
-    return rule
-
-
-_RULES: dict[Kind, _Rule] = {
-    Kind.QUERY: _grouped(QKV[0]),
-    Kind.KEY: _grouped(QKV[1]),
-    Kind.VALUE: _grouped(QKV[2]),
-    Kind.OUTPUT: _row_parallel,
-    Kind.HEADED: _column_parallel,
-    Kind.UP: _column_parallel,
-    Kind.DOWN: _row_parallel,
-    Kind.GATE_UP: _gate_up,
-    Kind.SHARED_UP: _column_parallel,
-    Kind.SHARED_DOWN: _row_parallel,
+_RULES: dict[Kind, Rule] = {
+    Kind.QUERY: cuts.of_qkv(grouped_heads, QKV[0]),
+    Kind.KEY: cuts.of_qkv(grouped_heads, QKV[1]),
+    Kind.VALUE: cuts.of_qkv(grouped_heads, QKV[2]),
+    Kind.OUTPUT: cuts.columns,
+    Kind.HEADED: cuts.rows,
+    Kind.UP: cuts.rows,
+    Kind.DOWN: cuts.columns,
+    Kind.GATE_UP: cuts.gate_up,
+    Kind.SHARED_UP: cuts.rows,
+    Kind.SHARED_DOWN: cuts.columns,
 }
 """Of what is cut over tensor-parallel ranks. What is not here, every rank has all of."""
