@@ -31,7 +31,7 @@ from tests.engines.sglang.conftest import removes_what_sglang_leaves
 from tests.engines.sglang.serving import Server as SGLang
 from tests.engines.vllm.serving import Server as VLLM
 from tests.engines.vllm.serving import serving
-from tests.engines.vllm.workers.generation import corrupt
+from tests.engines.vllm.workers.trainer import corrupt
 
 __all__ = ["removes_what_sglang_leaves"]
 

@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from awexd_client import WeightReader, WeightWriter
 from awexd_client.vllm import VLLMServer
 from awexd_transports.errors import AwexdError
 from tests.daemons import Daemon
 from tests.engines.vllm.serving import Server, serving
-from tests.engines.vllm.workers.generation import corrupt, generated
+from tests.engines.vllm.workers.generation import generated
+from tests.engines.vllm.workers.trainer import Trainer
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -35,39 +34,21 @@ class _Sequence:
     def __init__(self, server: Server, folder: Path, writer: WeightWriter) -> None:
         self.running, self.folder, self.writer = server, folder, writer
         self.server = VLLMServer(server.url)
-        self.held = self.checkpoint("new")
         self.steps: dict[str, dict[str, Any]] = {}
 
     def run(self, daemon: Daemon) -> None:
-        self.writer.register(self.held)
+        trainer = Trainer(self.writer, self.folder)
         self.note("start", "old", lambda: None)
         self.server.connect("grpo", "rollout", daemon.socket)
         with WeightReader("grpo", "rollout", self.server, daemon.socket) as reader:
-            self.note("update", "new", lambda: reader.update(self.publish(1, "new")))
-            self.note("aside", "new", lambda: reader.update(self.corrupted(2, ASIDE)))
-            self.note("direct", "new", lambda: reader.update(self.corrupted(3, DIRECT)))
+            self.note("update", "new", lambda: reader.update(trainer.publish(1, "new")))
+            self.note("aside", "new", lambda: reader.update(trainer.corrupted(2, ASIDE)))
+            self.note("direct", "new", lambda: reader.update(trainer.corrupted(3, DIRECT)))
             self.note("late", "new", lambda: reader.update(4, timeout=0.5))
             self.note("by hand", "new", lambda: self.by_hand({"step": 4, "timeout": 0.5}))
             self.note("unknown", "new", lambda: self.by_hand({"steps": 4}))
-            self.note("again", "newer", lambda: reader.update(self.publish(5, "newer")))
-            self.note("third", "old", lambda: reader.update(self.publish(6, "old")))
-
-    def checkpoint(self, version: str) -> dict[str, torch.Tensor]:
-        (file,) = (self.folder / version).glob("*.safetensors")
-        return {name: tensor.float() for name, tensor in load_file(file).items()}
-
-    def publish(self, step: int, version: str) -> int:
-        for name, tensor in self.checkpoint(version).items():
-            self.held[name].copy_(tensor)
-        self.writer.publish(step)
-        return step
-
-    def corrupted(self, step: int, name: str) -> int:
-        for tensor in self.held.values():
-            tensor.copy_(torch.randn(tensor.shape))
-        self.writer.publish(step)
-        corrupt(self.held[name])
-        return step
+            self.note("again", "newer", lambda: reader.update(trainer.publish(5, "newer")))
+            self.note("third", "old", lambda: reader.update(trainer.publish(6, "old")))
 
     def by_hand(self, info: dict[str, Any]) -> None:
         """vLLM's own routes, none of our driver's."""

@@ -17,9 +17,8 @@ from typing import Any
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 import stand  # noqa: F401 - vLLM's environment
-import torch
-from generation import PROMPT, TOKENS, corrupt, generated
-from safetensors.torch import load_file
+from generation import PROMPT, TOKENS, generated
+from trainer import Trainer
 
 from awexd_client import WeightReader, WeightWriter
 from awexd_client.vllm import VLLMWorkers, register
@@ -56,45 +55,27 @@ def _run(folder: Path, socket: str) -> dict[str, Any]:
 class _Sequence:
     def __init__(self, folder: Path, llm: Any, writer: WeightWriter, socket: str) -> None:
         self.folder, self.llm, self.writer, self.socket = folder, llm, writer, socket
-        self.held = self.checkpoint("new")
         self.report: dict[str, Any] = {"steps": {}}
 
     def run(self) -> dict[str, Any]:
         self.note("start", "old", lambda: None)
-        self.writer.register(self.held)
+        trainer = Trainer(self.writer, self.folder)
         workers = VLLMWorkers(self.llm).connect("grpo", "rollout", self.socket)
         with WeightReader("grpo", "rollout", workers, self.socket) as reader:
-            self.note("update", "new", lambda: reader.update(self.publish(1, "new")))
+            self.note("update", "new", lambda: reader.update(trainer.publish(1, "new")))
             with _failing_once(self.llm):
-                self.note("loader", "new", lambda: reader.update(self.publish(2, "newer")))
-            self.note("aside", "new", lambda: reader.update(self.corrupted(3, ASIDE)))
-            self.note("direct", "new", lambda: reader.update(self.corrupted(4, DIRECT)))
-            self.note("again", "newer", lambda: reader.update(self.publish(5, "newer")))
+                self.note("loader", "new", lambda: reader.update(trainer.publish(2, "newer")))
+            self.note("aside", "new", lambda: reader.update(trainer.corrupted(3, ASIDE)))
+            self.note("direct", "new", lambda: reader.update(trainer.corrupted(4, DIRECT)))
+            self.note("again", "newer", lambda: reader.update(trainer.publish(5, "newer")))
             self.report["state"] = reader.state
         self.note("unknown", "newer", lambda: self.by_hand({"steps": 6}))
         self.note("late", "newer", lambda: self.by_hand({"step": 6, "timeout": 0.2}))
-        self.publish(6, "old")
+        trainer.publish(6, "old")
         self.note("by hand", "old", lambda: self.by_hand({"step": 6}))
         self.report["meta"] = [name for name, tensor in _model(self.llm).named_parameters() if tensor.is_meta]
         self.llm.shutdown_weight_transfer_engine()
         return self.report
-
-    def checkpoint(self, version: str) -> dict[str, torch.Tensor]:
-        (file,) = (self.folder / version).glob("*.safetensors")
-        return {name: tensor.float() for name, tensor in load_file(file).items()}
-
-    def publish(self, step: int, version: str) -> int:
-        for name, tensor in self.checkpoint(version).items():
-            self.held[name].copy_(tensor)
-        self.writer.publish(step)
-        return step
-
-    def corrupted(self, step: int, name: str) -> int:
-        for key, tensor in self.held.items():
-            tensor.copy_(torch.randn(tensor.shape) + len(key))
-        self.writer.publish(step)
-        corrupt(self.held[name])
-        return step
 
     def by_hand(self, info: dict[str, Any]) -> None:
         """vLLM's own calls, none of ours."""
