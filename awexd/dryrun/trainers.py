@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from awexd.dryrun import cuts
@@ -14,6 +14,7 @@ from awexd_client.adapters.rules import grouped_heads, vocabulary
 from awexd_client.adapters.runs import chunk
 from awexd_transports.errors import InvalidArgument
 from awexd_transports.layout import Box, Manifest
+from awexd_transports.shard import PAIRS
 
 
 def trainer(model: Model, spec: Spec) -> list[Manifest]:
@@ -86,13 +87,13 @@ class _Place:
 
 def _megatron(model: Model, spec: Spec) -> list[Manifest]:
     """Ranks in the order ``tp-cp-ep-dp-pp`` (megatron/core/parallel_state.py, RankGenerator), experts' alike."""
-    if any(each.kind in STACKS for each in model.tensors):
-        raise InvalidArgument(
-            f"{spec.text!r}: the adapter megatron does not hand out experts of {model.family}; plan it with --train"
-            " fsdp or hf"
-        )
     tp, ep = spec.size("tp"), spec.size("ep")
     etp = spec.size("etp", tp)
+    if etp > 1 and any(each.kind in STACKS for each in model.tensors):
+        raise InvalidArgument(
+            f"{spec.text!r}: Megatron-Core takes experts with biases, as {model.family} has them, with etp=1 only; add"
+            " etp=1"
+        )
     each = tp * spec.size("cp") * spec.size("dp")
     check_ranks(spec, each * spec.size("pp"))
     if each % (ep * etp):
@@ -168,8 +169,19 @@ def _megatron_parts(model: Model, spec: Spec, place: _Place, stages: Sequence[Se
         if tensors.kind in OUTSIDE:
             if place.stage == (0 if tensors.kind is Kind.EMBEDDING else len(stages) - 1):
                 yield from _with_tied(model, iter([part_of(tensors, _outside(tensors, spec, place), layers)]))
+        elif tensors.kind in STACKS:
+            yield part_of(tensors, _stack(tensors, experts), layers)
         else:
             yield part_of(tensors, _in_layer(model, tensors, spec, place), layers, experts)
+
+
+def _stack(tensors: Tensors, experts: Iterable[int]) -> list[Box]:
+    """gpt-oss: each expert's own matrix in memory; of the first, gate's rows and up's are every other element."""
+    *inner, last = tensors.extent[1:]
+    lasts = [(half, 1) for half in range(last)] if tensors.layout == PAIRS else [(0, last)]
+    return [
+        Box((expert, *[0] * len(inner), start), (1, *inner, length)) for expert in experts for start, length in lasts
+    ]
 
 
 def _outside(tensors: Tensors, spec: Spec, place: _Place) -> list[Box]:

@@ -64,7 +64,7 @@ MOE: dict[str, Any] = tiny("qwen3_moe") | {"decoder_sparse_step": 1}
         (MOE, "megatron:dp=3,ep=3", "4 experts do not divide by ep=3"),
         (MOE, "megatron:dp=16,etp=16", "8 do not divide by 16"),
         (MOE, "megatron:dp=9999,cp=9", "89991 ranks; at most 65536"),
-        (tiny("gpt_oss"), "megatron:tp=2", "plan it with --train fsdp or hf"),
+        (tiny("gpt_oss"), "megatron:tp=2", "experts with biases, as gpt_oss has them, with etp=1 only; add etp=1"),
         (tiny("qwen3"), "fsdp:shards=70000", "70000 ranks"),
     ],
 )

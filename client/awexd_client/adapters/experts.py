@@ -1,9 +1,15 @@
-"""Fused experts of transformers >= 5: one parameter in memory, a tensor an expert and projection in the checkpoint.
+"""Experts whose memory and checkpoint are arranged differently.
 
-In memory (verified against what ``save_pretrained`` of 5.24 writes, see the tests; ``E`` experts, ``F`` intermediate
+Fused ones of transformers >= 5 are one parameter in memory, a tensor an expert and projection in the checkpoint. In
+memory (verified against what ``save_pretrained`` of 5.24 writes, see the tests; ``E`` experts, ``F`` intermediate
 size of an expert, ``h`` hidden size): ``...mlp.experts.gate_up_proj [E, 2F, h]``, rows ``[gate F; up F]``, and
 ``...mlp.experts.down_proj [E, h, F]``. Which model types do that is a table: a guess could give right shapes to wrong
 bytes.
+
+Checkpoints of gpt-oss hold all experts of a layer in one tensor, the other way round than a linear layer's matrix:
+``gate_up_proj [E, h, 2F]`` and ``gate_up_proj_bias [E, 2F]``, gate and up of one feature after another,
+``down_proj [E, F, h]`` and ``down_proj_bias [E, h]`` (transformers/models/gpt_oss/modeling_gpt_oss.py,
+GptOssExperts). Engines and Megatron-Core have other orders of those rows; in the layout ``pairs`` each is a slice.
 """
 
 from __future__ import annotations
@@ -44,8 +50,6 @@ FUSED_ON_DISK = frozenset({"gpt_oss", "llama4", "llama4_text"})
 """Families whose checkpoints hold the experts fused, under the names and in the layout that memory has."""
 
 _PAIRED = re.compile(r"(?:.*\.)?mlp\.experts\.gate_up_proj(?:_bias)?")
-"""Of gpt-oss, in memory as in its checkpoints: the last dimension is gate and up of one feature after another
-(transformers/models/gpt_oss/modeling_gpt_oss.py, GptOssExperts)."""
 _FUSED = re.compile(r"(?P<base>(?:.*\.)?experts)\.(?P<part>gate_up_proj|down_proj)")
 _MLP = re.compile(r"(^|\.)mlp\.")
 
@@ -62,9 +66,6 @@ def checkpoint_shards(shard: Shard, family: str | None) -> Iterator[Shard]:
     Raises:
         InvalidArgument: fused experts of a family whose checkpoint layout is not known.
     """
-    if family == "gpt_oss" and _PAIRED.fullmatch(shard.name):
-        yield paired(shard)
-        return
     names = SPLIT.get(family or "")
     fused = _FUSED.fullmatch(shard.name) if len(shard.global_shape) == 3 else None
     if fused and family and not names and family not in FUSED_ON_DISK:
@@ -96,19 +97,36 @@ def checkpoint_shards(shard: Shard, family: str | None) -> Iterator[Shard]:
                 yield _part(shard, f"{base}.{expert}.{leaf}.weight", held, whole, matrix.shape)
 
 
-def paired(shard: Shard) -> Shard:
-    """The same part in the layout ``pairs``, in which other layouts of such a tensor are plain slices.
+def in_pairs(shard: Shard) -> Shard:
+    """A tensor of a name that gpt-oss's checkpoints have for gate and up, in the layout ``pairs``; any other as it is.
 
-    Raises:
-        InvalidArgument: it cuts a pair.
+    By the name alone, so that all who give it agree: in a plain mapping nothing tells the family, and of any other
+    family it is but another shape of the same elements. A part that cuts a pair stays as it is.
     """
+    if shard.layout is not None or not shard.box.shape or not _PAIRED.fullmatch(shard.name):
+        return shard
     *before, last = shard.global_shape
     first, length = shard.offset[-1], shard.tensor.shape[-1]
     if last % 2 or first % 2 or length % 2:
-        raise InvalidArgument(f"{shard.name}: {shard.box} of {list(shard.global_shape)} cuts pairs of gate and up")
+        return shard
     view = shard.tensor.view(*shard.tensor.shape[:-1], length // 2, 2)
     offset = (*shard.offset[:-1], first // 2, 0)
     return Shard(shard.name, view, (*before, last // 2, 2), offset, layout=PAIRS)
+
+
+def of_stack(name: str, shard: Shard, experts: int, expert: int, half: int | None = None) -> Shard:
+    """One expert's matrix ``[out, in]``, or its bias, as the part that it is of gpt-oss's tensor of all experts.
+
+    Args:
+        name: of that tensor.
+        shard: of the matrix alone; its own name does not matter.
+        half: 0 where it is gate, 1 where it is up: every other element of the tensor's last dimension.
+    """
+    view = shard.tensor.permute(*reversed(range(shard.tensor.ndim)))[None]
+    shape, offset = (experts, *reversed(shard.global_shape)), (expert, *reversed(shard.offset))
+    if half is None:
+        return Shard(name, view, shape, offset)
+    return Shard(name, view[..., None], (*shape, 2), (*offset, half), layout=PAIRS)
 
 
 def _part(shard: Shard, name: str, held: Box, whole: Box, global_shape: tuple[int, ...]) -> Shard:

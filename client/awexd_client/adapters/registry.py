@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from awexd_client.adapters.base import Adapter, EngineWeights
+from awexd_client.adapters.experts import in_pairs
 from awexd_client.adapters.fsdp import FSDPAdapter
 from awexd_client.adapters.hf import HFAdapter
 from awexd_client.adapters.megatron import MegatronAdapter
@@ -35,7 +37,7 @@ def shards_of(target: object, adapter: str | Adapter | None = None) -> list[Shar
 
     Args:
         target: a module, a list of modules (pipeline chunks, whose names are each module's own checkpoint names), a
-            mapping of names to tensors, or an iterable of Shard, which is given back as it is.
+            mapping of names to tensors, or an iterable of Shard, which is given back as it is; but see ``in_pairs``.
         adapter: None to choose by the target; else a name, or an adapter.
 
     Raises:
@@ -51,6 +53,11 @@ def weights_of(target: object, adapter: str | Adapter | None = None, *, to_fill:
     Args:
         to_fill: for a reader: an engine's adapter may have its engine load some itself.
     """
+    found = _weights_of(target, adapter, to_fill)
+    return replace(found, direct=list(map(in_pairs, found.direct)), aside=list(map(in_pairs, found.aside)))
+
+
+def _weights_of(target: object, adapter: str | Adapter | None, to_fill: bool) -> EngineWeights:
     if adapter is not None:
         chosen = find(adapter) if isinstance(adapter, str) else _checked(adapter, "the adapter given")
     else:

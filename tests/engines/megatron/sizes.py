@@ -130,6 +130,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         "tie_word_embeddings": True,
     },
+    "gpt_oss": {
+        **_SHORT,
+        "model_type": "gpt_oss",
+        "intermediate_size": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "attention_bias": True,
+        "sliding_window": 64,
+        "layer_types": ["full_attention"] * 2,
+    },
     # Its gated attention only: Megatron-Core's linear attention needs a GPU.
     "qwen3_next": {
         **_SHORT,

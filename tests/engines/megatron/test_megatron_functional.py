@@ -35,10 +35,10 @@ ALIKE = {
     1: [
         *(f"{name}-te" for name in ("qwen2", "qwen3_moe", "deepseek_v3", "mixtral", "qwen2_moe")),
         "deepseek_v3-fused",
-        "qwen3_moe-interleaved",
+        *("qwen3_moe-interleaved", "gpt_oss-te", "gpt_oss-interleaved"),
     ],
     2: [
-        *("glm4_moe-ep2", "deepseek_v2-tp2", "llama-dp2", "qwen3_moe-ep2-te"),
+        *("glm4_moe-ep2", "deepseek_v2-tp2", "llama-dp2", "qwen3_moe-ep2-te", "gpt_oss-pp2"),
         *("llama-pp2", "llama-pp2-vpp2", "llama-pp2-uneven", "llama-pp2-laid", "llama_tied-pp2", "llama_tied-pp2-vpp2"),
         *("deepseek_v3-tp2-te", "deepseek_v3-tp2-fused"),
     ],
@@ -54,9 +54,9 @@ RUN = {
             f"{name}-tp2"
             for name in ("llama", "llama_tied", "qwen2_moe", "deepseek_v3", "qwen3_next", "glm4", "gemma3_text")
         ),
-        *("qwen3_moe-ep2", "mixtral-tp2-ep2-etp1", "mixtral-etp2"),
+        *("qwen3_moe-ep2", "mixtral-tp2-ep2-etp1", "mixtral-etp2", "gpt_oss-tp2-etp1"),
     ],
-    4: ["llama-tp4", "qwen2-tp4", "qwen3_next-tp4", "qwen3_moe-tp2-ep2-etp1"],
+    4: ["llama-tp4", "qwen2-tp4", "qwen3_next-tp4", "qwen3_moe-tp2-ep2-etp1", "gpt_oss-tp2-ep2-etp1"],
 }
 """Jobs by number of processes: those whose model was run too, and those that are compared by their bytes only."""
 
@@ -240,9 +240,20 @@ def key_offset(shard: dict[str, Any], config: dict[str, Any]) -> list[int]:
     parts, key = shard["name"].split("."), shard["key"]
     numbers = {part: int(parts[at + 1]) for at, part in enumerate(parts[:-1]) if parts[at + 1].isdigit()}
     axes = [numbers["layers"]] if key.startswith("decoder.layers.") and not key.split(".")[2].isdigit() else []
+    if ".mlp.experts." in shard["name"] and config["model_type"] == "gpt_oss":
+        return [*axes, *in_stack(parts[-1], shard["offset"], config)]
     axes += [numbers["experts"]] if ".experts.experts." in key else []
     first, *others = shard["offset"]
     return [*axes, first + rows_before(parts[-2], first, shard, config), *others]
+
+
+def in_stack(leaf: str, offset: Sequence[int], config: dict[str, Any]) -> list[int]:
+    """Expert and element of its own matrix or bias, where a box of gpt-oss's tensor of all experts starts."""
+    expert, *inside = offset
+    if leaf.startswith("gate_up_proj"):
+        *inside, row, half = inside
+        inside.append(row + half * int(config["intermediate_size"]))
+    return [expert, *reversed(inside)]
 
 
 def rows_before(leaf: str, row: int, shard: dict[str, Any], config: dict[str, Any]) -> int:

@@ -33,7 +33,7 @@ class Names:
             halves; rows of queries and keys are in another order then.
         sinks: whether attention has ``sinks``, a logit a head.
         mtp: whether layers of multi-token prediction follow the others under the same prefix.
-        refused: why experts of this family cannot be handed out.
+        stacked: whether all experts of a layer are one tensor, with biases, as gpt-oss's are (``adapters/experts.py``).
     """
 
     experts: ExpertNames | None = None
@@ -48,7 +48,7 @@ class Names:
     rotates_pairs: bool = False
     sinks: bool = False
     mtp: bool = False
-    refused: str | None = None
+    stacked: bool = False
 
 
 _PLAIN = Names()
@@ -75,10 +75,7 @@ FAMILIES: dict[str, Names] = {
     ),
     "glm4_moe": Names(SPLIT["glm4_moe"], shared="shared_experts", expert_bias=True, mtp=True),
     **dict.fromkeys(("gemma2", "gemma3_text"), _GEMMA),
-    "gpt_oss": Names(
-        sinks=True,
-        refused="gpt_oss stores experts transposed, gate and up interleaved, which no view of these matrices is",
-    ),
+    "gpt_oss": Names(sinks=True, stacked=True),
 }
 
 

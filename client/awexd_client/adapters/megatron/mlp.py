@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from awexd_client.adapters.experts import ExpertNames
+from awexd_client.adapters.experts import ExpertNames, of_stack
 from awexd_client.adapters.megatron.part import Part, Rule, check_cut, columns, of_family, rows, whole
 from awexd_client.adapters.rules import Run, gated, shards_along, split
 from awexd_transports.layout import Shard
@@ -53,39 +53,67 @@ def _check_mlp(part: Part, mlp: object) -> None:
 
 
 def _expert(part: Part) -> Iterator[Shard]:
-    """One expert's matrix, of SequentialMLP or of TEGroupedMLP (``weight{i}``)."""
-    yield from _matrix(part, part.tensor, int(part.found["at"]))
+    """One expert's matrix or bias, of SequentialMLP or of TEGroupedMLP (``weight{i}``)."""
+    yield from _of_expert(part, part.tensor, int(part.found["at"]))
 
 
 def _stack(part: Part) -> Iterator[Shard]:
-    """All experts of this rank in one parameter, where it is a plain tensor of three dimensions."""
-    if part.tensor.ndim != 3:
-        raise part.refuse(f"a matrix of each expert was expected, in memory it is {list(part.tensor.shape)}")
+    """All experts of this rank in one parameter, where it is a plain tensor: a matrix or a bias of each."""
+    if part.tensor.ndim != (2 if part.found["leaf"] == "bias" else 3):
+        raise part.refuse(f"a {part.found['leaf']} of each expert was expected, in memory {list(part.tensor.shape)}")
     for at in range(len(part.tensor)):
-        yield from _matrix(part, part.tensor.detach()[at], at)
+        yield from _of_expert(part, part.tensor.detach()[at], at)
 
 
-def _matrix(part: Part, tensor: torch.Tensor, at: int) -> Iterator[Shard]:
+def _of_expert(part: Part, tensor: torch.Tensor, at: int) -> Iterator[Shard]:
     """Experts are dealt in consecutive blocks (``BaseMoELayer.local_expert_indices``); each is cut over expert-tensor
     ranks as a dense MLP over tensor ranks. Only grouped ones heed ``moe_mlp_glu_interleave_size`` (moe/experts.py)."""
-    if part.names.refused:
-        raise part.refuse(part.names.refused)
     experts, block = part.layer.mlp.experts, part.layer.mlp.local_expert_indices
     expected = _block(part)
     if list(block) != expected or at >= len(block):
         raise part.refuse(f"expert {at} of {list(block)}, where this rank's are {expected}")
     _check_mlp(part, experts)
-    check_cut(part, True, part.places.expert_tensor)
+    bias, down = part.found["leaf"] == "bias", part.found["which"] == "2"
+    check_cut(part, not (bias and down), part.places.expert_tensor)
+    if part.names.stacked:
+        yield from _in_stack(part, tensor, block[at])
+        return
+    if bias:
+        raise part.refuse("checkpoints of this family have no biases of experts")
     names = _expert_names(part)
     base = f"{part.prefix}{names.block}.experts.{block[at]}."
-    f, (rank, size) = int(part.config.moe_ffn_hidden_size), part.places.expert_tensor
+    if down:
+        yield from _down_of_expert(part, tensor, f"{base}{names.down}.weight")
+    else:
+        yield from _up_of_expert(part, tensor, f"{base}{names.gate}.weight", f"{base}{names.up}.weight")
+
+
+def _in_stack(part: Part, tensor: torch.Tensor, expert: int) -> Iterator[Shard]:
+    """gpt-oss: a part of the layer's tensor of all experts."""
+    count, base = int(part.config.num_moe_experts), f"{part.prefix}mlp.experts."
+    ending = "_bias" if part.found["leaf"] == "bias" else ""
     if part.found["which"] == "2":
-        yield from shards_along(tensor, split(f"{base}{names.down}.weight", f, rank, size), dim=1)
+        for shard in _down_of_expert(part, tensor, "down"):
+            yield of_stack(f"{base}down_proj{ending}", shard, count, expert)
         return
-    grouped = not hasattr(experts, "local_experts")
+    halves = ("gate", "up")
+    for shard in _up_of_expert(part, tensor, *halves):
+        yield of_stack(f"{base}gate_up_proj{ending}", shard, count, expert, halves.index(shard.name))
+
+
+def _up_of_expert(part: Part, tensor: torch.Tensor, gate: str, up: str) -> Iterator[Shard]:
+    grouped = not hasattr(part.layer.mlp.experts, "local_experts")
     interleave = getattr(part.config, "moe_mlp_glu_interleave_size", None) if grouped else None
-    gate, up = f"{base}{names.gate}.weight", f"{base}{names.up}.weight"
+    f, (rank, size) = int(part.config.moe_ffn_hidden_size), part.places.expert_tensor
     yield from shards_along(tensor, gated(gate, up, f=f, part=rank, parts=size, interleave=interleave))
+
+
+def _down_of_expert(part: Part, tensor: torch.Tensor, name: str) -> Iterator[Shard]:
+    if part.found["leaf"] == "bias":
+        yield from shards_along(tensor, split(name, len(tensor), 0, 1))
+        return
+    f = int(part.config.moe_ffn_hidden_size)
+    yield from shards_along(tensor, split(name, f, *part.places.expert_tensor), dim=1)
 
 
 def _block(part: Part) -> list[int]:
@@ -118,8 +146,13 @@ def _shared_block(part: Part) -> str:
 
 
 def _router(part: Part) -> Iterator[Shard]:
-    """``TopKRouter`` (moe/router.py): replicated."""
-    yield from whole(part, f"{_expert_names(part).block}.gate.weight")
+    """``TopKRouter`` (moe/router.py): replicated; a bias it has with ``add_bias_linear``."""
+    if part.names.stacked:
+        yield from whole(part, f"mlp.router.{part.leaf}")
+    elif part.leaf == "bias":
+        raise part.refuse("checkpoints of this family have no such tensor")
+    else:
+        yield from whole(part, f"{_expert_names(part).block}.gate.weight")
 
 
 def _expert_bias(part: Part) -> Iterator[Shard]:
@@ -130,8 +163,6 @@ def _expert_bias(part: Part) -> Iterator[Shard]:
 
 
 def _expert_names(part: Part) -> ExpertNames:
-    if part.names.refused:
-        raise part.refuse(part.names.refused)
     if part.names.experts is None:
         raise part.refuse("experts; give the model's configuration to MegatronAdapter(config), so that they have names")
     return part.names.experts
@@ -146,11 +177,11 @@ RULES: list[tuple[str, Rule]] = [
     ),
     (r"mlp\.linear_fc1\.(weight|bias)", _dense_up),
     (r"mlp\.linear_fc2\.(weight|bias)", _dense_down),
-    (r"mlp\.router\.weight", _router),
+    (r"mlp\.router\.(weight|bias)", _router),
     (r"mlp\.router\.expert_bias", _expert_bias),
-    (r"mlp\.experts\.linear_fc(?P<which>[12])\.weight(?P<at>\d+)", _expert),
-    (r"mlp\.experts\.local_experts\.(?P<at>\d+)\.linear_fc(?P<which>[12])\.weight", _expert),
-    (r"mlp\.experts\.linear_fc(?P<which>[12])\.weight", _stack),
+    (r"mlp\.experts\.linear_fc(?P<which>[12])\.(?P<leaf>weight|bias)(?P<at>\d+)", _expert),
+    (r"mlp\.experts\.local_experts\.(?P<at>\d+)\.linear_fc(?P<which>[12])\.(?P<leaf>weight|bias)", _expert),
+    (r"mlp\.experts\.linear_fc(?P<which>[12])\.(?P<leaf>weight|bias)", _stack),
     (r"mlp\.shared_experts\.linear_fc(?P<which>[12])\.(weight|bias)", _shared),
     (r"mlp\.shared_experts\.gate_weight", _shared_gate),
 ]

@@ -24,6 +24,7 @@ from awexd_transports.layout import Shard
 if TYPE_CHECKING:
     import torch
 
+_EXPERTS = frozenset({"RoutedExperts", "GptOssRoutedExperts"})
 _UNQUANTIZED = frozenset(
     {"NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
 )
@@ -125,7 +126,7 @@ def _transformed(module: Any, layouts: Sequence[Layout]) -> str | None:
         return f"what a {kind} makes of its weights is not known"
     if method not in _UNQUANTIZED:
         return f"quantized: {method}"
-    if kind == "RoutedExperts":
+    if kind in _EXPERTS:
         return _transformed_experts(module) or _changed(module, layouts)
     return _changed(module, layouts)
 

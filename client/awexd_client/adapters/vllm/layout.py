@@ -35,12 +35,16 @@ class Part:
         name, shape: of the checkpoint tensor.
         offset: where in it the box starts.
         index: which box of the live tensor; a number leaves that dimension out (the slot of an expert).
+        turned: the last two dimensions are the other way round in the checkpoint's tensor.
+        zeros: this rank has zeros there instead: it takes no part in adding a bias.
     """
 
     name: str
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     index: tuple[int | slice, ...]
+    turned: bool = False
+    zeros: bool = False
 
     @property
     def numel(self) -> int:
@@ -103,7 +107,9 @@ def direct(layout: Layout, tensor: torch.Tensor) -> Iterator[Shard]:
             f"{layout.path}: {list(layout.shape)} by its rule, {list(live.shape)} in memory; not written in place"
         )
     for part in layout.parts:
-        yield Shard(part.name, live[part.index], part.shape, part.offset)
+        if not part.zeros:
+            box = live[part.index]
+            yield Shard(part.name, box.mT if part.turned else box, part.shape, part.offset)
 
 
 def buffers(layouts: Iterable[Layout]) -> HostBuffers:

@@ -10,6 +10,7 @@ engine's next step would end it: here the session is rolled back first.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 _PREPACKED_ONCE = "CPUUnquantizedExperts"
 """Experts whose kernel packs its weights only when it is made (fused_moe/experts/cpu_moe.py, 0.32): a reload must make
 another, or it copies plain weights over packed ones."""
+_STACK = re.compile(r"(.+\.mlp\.experts)\.((gate_up|down)_proj(_bias)?)")
+"""gpt-oss's tensors of all experts of a layer."""
 
 
 class Loading:
@@ -69,10 +72,25 @@ class Loading:
         with set_current_vllm_config(self._config), torch.no_grad(), torch.device(device):
             if self._modules:
                 with _session(self._modules, self._config.model_config):
-                    self._model.load_weights(iter(self._held.tensors.items()))
+                    self._model.load_weights(self._tensors())
                 self._held.clear()
             for refresh in self._refresh:
                 refresh()
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Checkpoint tensors as the model's loader takes them in a session.
+
+        gpt-oss's experts one by one: of a whole stack vLLM copies into the parameters themselves
+        (``_load_weights_other``, models/gpt_oss.py), past the loaders that a session has wrapped.
+        """
+        stacked = any("GptOssRoutedExperts" in class_names(module) for _, module, _ in self._modules)
+        for name, tensor in self._held.tensors.items():
+            found = _STACK.fullmatch(name) if stacked else None
+            if found is None:
+                yield name, tensor
+                continue
+            for expert, each in enumerate(tensor):
+                yield f"{found[1]}.{expert}.{found[2]}", each
 
 
 def _refreshers(model: Any, loaded: set[int], dtype: torch.dtype) -> Iterator[Callable[[], None]]:
@@ -83,6 +101,8 @@ def _refreshers(model: Any, loaded: set[int], dtype: torch.dtype) -> Iterator[Ca
             # On CPUs a head has a packed copy beside its weight, a tied one of the embedding's, which vLLM's own reload
             # leaves as it was (0.32).
             yield _bound(module.quant_method.process_weights_after_loading, module)
+        if "OAIAttention" in kinds:
+            yield _bound(module.attn.impl.process_weights_after_loading, dtype)  # FlashInfer's copy of sinks, in fp32
         if "MLAAttention" in kinds:
             yield _bound(module.process_weights_after_loading, dtype)  # W_UV and W_UK_T, of kv_b_proj
 

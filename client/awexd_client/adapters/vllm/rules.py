@@ -186,6 +186,41 @@ def _experts(path: str, module: Any, names: Names) -> Found:
     yield from found.items()
 
 
+def _stacked_experts(path: str, module: Any, names: Names) -> Found:
+    """GptOssRoutedExperts (models/gpt_oss.py): w13 is [slots, gate and up in turn, hidden], w2 as RoutedExperts' is.
+
+    Checkpoints hold all experts in one tensor, each matrix turned round (``adapters/experts.py``). The bias of w2 is
+    the first tensor-parallel rank's to add.
+    """
+    config = module.moe_config
+    _check_experts(path, module)
+    part, parts = config.tp_rank, config.moe_parallel_config.tp_size
+    hidden, size = config.hidden_dim_unpadded, config.intermediate_size_per_partition_unpadded
+    count, start = config.num_logical_experts, part * size
+    base = names.checkpoint_name(path.removesuffix(".routed_experts"))
+    rows, columns, features = slice(0, 2 * size), slice(0, size), slice(0, hidden)
+    up, down = f"{base}.gate_up_proj", f"{base}.down_proj"
+    up_shape, down_shape = (count, hidden, 2 * size * parts), (count, size * parts, hidden)
+    found: dict[str, list[Part]] = {key: [] for key in own_tensors(module)}
+    for expert in range(count):
+        slot = module._map_global_expert_id_to_local_expert_id(expert)
+        if slot < 0:
+            continue
+        at = slice(slot, slot + 1)
+        found["w13_weight"].append(Part(up, up_shape, (expert, 0, 2 * start), (at, rows, features), turned=True))
+        found["w13_bias"].append(Part(f"{up}_bias", up_shape[::2], (expert, 2 * start), (at, rows)))
+        found["w2_weight"].append(Part(down, down_shape, (expert, start, 0), (at, features, columns), turned=True))
+        found["w2_bias"].append(Part(f"{down}_bias", down_shape[::2], (expert, 0), (at, features), zeros=part > 0))
+    yield from found.items()
+
+
+def _sinks(path: str, module: Any, names: Names) -> Found:
+    """OAIAttention (models/gpt_oss.py): a logit for each query head."""
+    linear = module.qkv_proj
+    name = names.checkpoint_name(f"{path}.sinks")
+    yield "sinks", parts_of(split(name, module.num_attention_heads, linear.tp_rank, linear.tp_size))
+
+
 def _check_experts(path: str, module: Any) -> None:
     config, manager = module.moe_config, module.expert_map_manager
     for wrong, what in (
@@ -211,6 +246,8 @@ KINDS: dict[str, Rule] = {
     "VocabParallelEmbedding": _vocabulary,
     "ParallelLMHead": _vocabulary,
     "RoutedExperts": _experts,
+    "GptOssRoutedExperts": _stacked_experts,
+    "OAIAttention": _sinks,
 }
 """Class name to rule. A class that is not here has parameters that are loaded as they are, or is refused."""
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state as state
+from megatron.core.activations import quick_gelu
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -95,7 +96,7 @@ def transformer_config(values: dict[str, Any], layout: Layout, **changes: Any) -
         "activation_func": partial(gelu, approximate="tanh") if family in GEMMA else silu,
         "add_bias_linear": False,
         "add_qkv_bias": family in ("qwen2", "qwen2_moe") or values.get("attention_bias", False),
-        "qk_layernorm": family not in ("llama", "qwen2", "mixtral", "qwen2_moe", "glm4", "gemma2"),
+        "qk_layernorm": family not in ("llama", "qwen2", "mixtral", "qwen2_moe", "glm4", "gemma2", "gpt_oss"),
         "attention_output_gate": family == "qwen3_next",
         "normalization": "RMSNorm",
         "layernorm_zero_centered_gamma": family in ZERO_CENTRED,
@@ -114,6 +115,14 @@ def transformer_config(values: dict[str, Any], layout: Layout, **changes: Any) -
         "hidden_dropout": 0.0,
     }
     options |= _experts(values, layout)
+    if family == "gpt_oss":
+        options |= {
+            "add_bias_linear": True,
+            "softmax_type": "learnable",
+            "activation_func": quick_gelu,
+            "activation_func_clamp_value": 7.0,
+            "glu_linear_offset": 1.0,
+        }
     if "kv_lora_rank" not in values:
         heads = {"num_query_groups": values["num_key_value_heads"]}
         size = values.get("head_dim", values["hidden_size"] // values["num_attention_heads"])

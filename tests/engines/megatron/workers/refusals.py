@@ -40,7 +40,7 @@ def made(name: str, **options: Any) -> Any:
 
 def choices() -> dict[str, str]:
     """What happens to models without a configuration, or with another model's."""
-    dense, experts, oss = made("qwen3"), made("deepseek_v3"), {"model_type": "gpt_oss", "vocab_size": 250}
+    dense, experts = made("qwen3"), made("deepseek_v3")
     mtp = made("deepseek_v3", mtp_num_layers=1)
     biased = made("qwen3_moe", add_bias_linear=True)
     balanced = made("qwen3_moe", moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid")
@@ -57,7 +57,6 @@ def choices() -> dict[str, str]:
         "sizes": said(lambda: shards_of(dense, MegatronAdapter({**CONFIGS["qwen3"], "num_key_value_heads": 4}))),
         "vocabulary": said(lambda: shards_of(dense, MegatronAdapter({**CONFIGS["qwen3"], "vocab_size": 257}))),
         "tied": said(lambda: shards_of(dense, MegatronAdapter({**CONFIGS["qwen3"], "tie_word_embeddings": True}))),
-        "gpt_oss": said(lambda: shards_of(made("qwen3_moe"), MegatronAdapter(oss))),
         "mtp": said(lambda: shards_of(made("qwen3_moe", mtp_num_layers=1), MegatronAdapter(CONFIGS["qwen3_moe"]))),
         "no mtp": str(len(shards_of(mtp, MegatronAdapter(CONFIGS["deepseek_v3"], mtp=False)))),
         "without": str(len(shards_of(experts, MegatronAdapter(CONFIGS["deepseek_v3"])))),
@@ -66,8 +65,15 @@ def choices() -> dict[str, str]:
         "centred": said(lambda: shards_of(made("gemma2"))),
         "pairs": said(lambda: shards_of(made("glm4"))),
         "router": said(lambda: shards_of(biased, MegatronAdapter(CONFIGS["qwen3_moe"]))),
+        "expert biases": said(lambda: shards_of(routed_without_bias(biased), MegatronAdapter(CONFIGS["qwen3_moe"]))),
         "balanced": said(lambda: shards_of(balanced, MegatronAdapter(CONFIGS["qwen3_moe"]))),
     }
+
+
+def routed_without_bias(model: Any) -> Any:
+    for layer in model.decoder.layers:
+        layer.mlp.router.bias = None
+    return model
 
 
 def gathering(socket: str) -> tuple[list[str], dict[str, Any]]:

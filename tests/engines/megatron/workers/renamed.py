@@ -21,14 +21,18 @@ class TEGroupedMLP(nn.Module):
             weights = [getattr(expert, name).weight for expert in experts.local_experts]
             if interleave and name == "linear_fc1":
                 weights = [_interleaved(weight, interleave) for weight in weights]
-            setattr(self, name, _Grouped(weights))
+            biases = [getattr(expert, name).bias for expert in experts.local_experts if experts.config.add_bias_linear]
+            if interleave and name == "linear_fc1":
+                biases = [_interleaved(bias, interleave) for bias in biases]
+            setattr(self, name, _Grouped(weights, biases))
 
 
 class _Grouped(nn.Module):
-    def __init__(self, weights: list[Any]) -> None:
+    def __init__(self, weights: list[Any], biases: list[Any]) -> None:
         super().__init__()
-        for at, weight in enumerate(weights):
-            self.register_parameter(f"weight{at}", weight)
+        for key, each in (("weight", weights), ("bias", biases)):
+            for at, tensor in enumerate(each):
+                self.register_parameter(f"{key}{at}", tensor)
 
 
 class _Stack(nn.Module):
@@ -43,8 +47,8 @@ class _Stack(nn.Module):
 
 def _interleaved(weight: Any, size: int) -> Parameter:
     """Blocks of rows of gate and up in turn: what ``TEGroupedMLP._remove_glu_interleaving`` undoes."""
-    rows, columns = weight.shape
-    made = weight.detach().view(2, rows // (2 * size), size, columns).transpose(0, 1).reshape(rows, columns)
+    made = weight.detach().view(2, len(weight) // (2 * size), size, *weight.shape[1:]).transpose(0, 1)
+    made = made.reshape(weight.shape)
     return _like(made.contiguous(), weight)
 
 

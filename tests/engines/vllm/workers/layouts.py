@@ -69,7 +69,9 @@ def _checked(model: Any, config: Any, folder: Path) -> dict[str, Any]:
 def _same(layout: Layout, live: torch.Tensor, checkpoint: dict[str, torch.Tensor]) -> bool:
     for part in layout.parts:
         box, whole = live[part.index], checkpoint[part.name]
+        box = box.mT if part.turned else box
         there = whole[tuple(slice(at, at + size) for at, size in zip(part.offset, box.shape, strict=True))]
+        there = torch.zeros_like(there) if part.zeros else there
         if tuple(whole.shape) != part.shape or not torch.equal(box, there.to(box.dtype)):
             return False
     return True

@@ -27,7 +27,7 @@ from transformers import (
 
 VERSIONS = {"old": 1, "new": 2, "newer": 3}
 """Name to seed."""
-UPDATED = ("llama", "qwen2", "qwen3", "qwen3_tied", "qwen3_moe", "deepseek_v3")
+UPDATED = ("llama", "qwen2", "qwen3", "qwen3_tied", "qwen3_moe", "deepseek_v3", "gpt_oss")
 """Families made in every version; the others, of which only the layout is looked at, as ``new``."""
 
 _SIZES: dict[str, Any] = {
