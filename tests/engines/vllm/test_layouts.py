@@ -62,3 +62,20 @@ def test_experts_are_divided_among_ranks_as_they_are_placed(ranks: list[Report])
     assert [experts(rank, "tensor parallel") for rank in ranks] == [set(range(8)), set(range(8))]
     assert [experts(rank, "expert parallel") for rank in ranks] == [{0, 1, 2, 3}, {4, 5, 6, 7}]
     assert [experts(rank, "round robin") for rank in ranks] == [{0, 2, 4, 6}, {1, 3, 5, 7}]
+
+
+@pytest.fixture(scope="module")
+def refused(models: Path, place: Path) -> Report:
+    return run("refused.py", [{"models": str(models), "store": str(place / "refused")}], place)[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("mamba", "backbone.layers.0.mixer.A: a MambaMixer has no rule for it"),
+        ("gptq", "layers.0.self_attn.qkv_proj: quantized in the checkpoint that the engine was started from (AutoGPTQ"),
+        ("compressed-tensors", "qkv_proj: quantized in the checkpoint that the engine was started from (Compressed"),
+    ],
+)
+def test_what_is_not_understood_is_refused_by_name(refused: Report, model: str, says: str) -> None:
+    assert says in refused[model]

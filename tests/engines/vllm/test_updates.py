@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 PACKED = ["llama", "qwen3_tied", "qwen3_moe", "deepseek_v3", "gpt_oss"]
 PLAIN = ["qwen2", "qwen3", "qwen3_tied", "qwen3_moe", "deepseek_v3", "gpt_oss"]
+QUANTIZED = ["llama", "qwen2", "qwen3_tied"]
 ROUNDS = ["new", "newer", "old"]
 
 
@@ -30,6 +31,14 @@ def packed(models: Path, place: Path, served: Daemon) -> Report:
 def plain(models: Path, place: Path, served: Daemon, packed: Report) -> list[Report]:
     """Two ranks of trainer and engine, and linear layers as they are loaded, as on GPUs."""
     task = _task(models, place, served, families=PLAIN, prepack=False, world_size=2)
+    return run("updates.py", [{**task, "rank": rank} for rank in range(2)], place)
+
+
+@pytest.fixture(scope="module")
+def quantized(models: Path, place: Path, served: Daemon, plain: list[Report]) -> list[Report]:
+    """Two ranks of an engine that quantizes what it loads: eight bits, a scale a row."""
+    options = {"quantization": "fp8_per_channel"}
+    task = _task(models, place, served, families=QUANTIZED, prepack=False, world_size=2, options=options)
     return run("updates.py", [{**task, "rank": rank} for rank in range(2)], place)
 
 
@@ -58,6 +67,18 @@ def test_plain_weights_on_two_ranks_equal_what_vllm_loads_after_each_update(plai
     for rank in plain:
         assert rank[family]["changed"] > 10
         assert rank[family]["rounds"] == {version: [] for version in ROUNDS}
+
+
+@pytest.mark.parametrize(
+    "family", [line(f, model=f, trainer="shards on 2 ranks", engine="vllm TP2, FP8", checked=OWN) for f in QUANTIZED]
+)
+def test_quantized_weights_equal_what_vllm_makes_of_the_checkpoint(quantized: list[Report], family: str) -> None:
+    for rank in quantized:
+        assert rank[family]["changed"] > 10
+        assert rank[family]["rounds"] == {version: [] for version in ROUNDS}
+        aside = rank[family]["aside"]
+        assert aside["model.layers.1.mlp.down_proj.weight"] == "quantized: Fp8PtpcOnlineLinearMethod"
+        assert "model.layers.1.input_layernorm.weight" in rank[family]["direct"]
 
 
 @pytest.mark.parametrize("family", PACKED)

@@ -28,6 +28,8 @@ _EXPERTS = frozenset({"RoutedExperts", "GptOssRoutedExperts"})
 _UNQUANTIZED = frozenset(
     {"NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
 )
+_ONLINE = frozenset({"OnlineLinearBase", "OnlineMoEMethodBase"})
+"""Classes of methods that quantize plain weights while they are loaded (layers/quantization/online)."""
 _PLAIN_EXPERTS = frozenset({"TRITON", "BATCHED_TRITON"})
 """Of UnquantizedMoeBackend, those whose kernels take w13 and w2 as loaded (fused_moe/oracle/unquantized.py)."""
 
@@ -102,9 +104,11 @@ class VLLMAdapter:
         for path, module in model.named_modules():
             _refuse_buffers(path, module)
             created = {
-                key: tensor for key, tensor in _created(module).items() if id(module._parameters[key]) not in seen
+                key: tensor for key, tensor in _created(module).items() if id(module._parameters.get(key)) not in seen
             }
             seen |= {id(tensor) for tensor in own_tensors(module).values()}
+            if created and type(module).__name__ not in DERIVED:
+                _refuse_quantized_on_disk(path, module)
             layouts = layouts_of(path, module, created, names) if created else []
             if layouts:
                 found.append(Owner(path, module, tuple(layouts), _transformed(module, layouts)))
@@ -121,7 +125,7 @@ class VLLMAdapter:
 
 def _transformed(module: Any, layouts: Sequence[Layout]) -> str | None:
     """Why a module's parameters are not what was loaded into them; None where it is proven that they are."""
-    kind, method = type(module).__name__, type(getattr(module, "quant_method", None)).__name__
+    kind, method = type(module).__name__, _method(module)
     if kind not in KINDS and kind not in PLAIN:
         return f"what a {kind} makes of its weights is not known"
     if method not in _UNQUANTIZED:
@@ -160,11 +164,21 @@ def _transformed_experts(module: Any) -> str | None:
 
 
 def _created(module: Any) -> dict[str, torch.Tensor]:
-    """A module's parameters as its class created them: vLLM records that, biases and borrowed ones excepted."""
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    """A module's parameters as its class created them: vLLM records that, biases and borrowed ones excepted.
 
-    recorded = get_layerwise_info(module).restore_metadata[0]
-    return {key: recorded.get(key, tensor) for key, tensor in own_tensors(module).items()}
+    What a quantized module has besides, its quantization has made of them: scales, packed weights.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
+
+    recorded, own = get_layerwise_info(module).restore_metadata[0], own_tensors(module)
+    if _method(module) not in _UNQUANTIZED:
+        return {**recorded, **{key: tensor for key, tensor in own.items() if key in SKIP_TENSORS}}
+    return {key: recorded.get(key, tensor) for key, tensor in own.items()}
+
+
+def _method(module: Any) -> str:
+    return type(getattr(module, "quant_method", None)).__name__
 
 
 def _in_place(owner: Owner) -> Iterator[Shard]:
@@ -176,6 +190,16 @@ def _in_place(owner: Owner) -> Iterator[Shard]:
 def _loaded(owner: Owner) -> int:
     """How many elements vLLM's loader is to bring into a module."""
     return sum(layout.filled for layout in owner.layouts)
+
+
+def _refuse_quantized_on_disk(path: str, module: Any) -> None:
+    method = getattr(module, "quant_method", None)
+    if _method(module) not in _UNQUANTIZED and _ONLINE.isdisjoint(class_names(method)):
+        raise InvalidArgument(
+            f"{path}: quantized in the checkpoint that the engine was started from ({_method(module)}), where a trainer"
+            " has plain weights; start it from the plain checkpoint, and have vLLM quantize that, for example with"
+            " --quantization fp8"
+        )
 
 
 def _refuse_buffers(path: str, module: Any) -> None:

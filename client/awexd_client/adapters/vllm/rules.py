@@ -65,7 +65,7 @@ def _loads_whole(module: Any, key: str) -> bool:
 
 
 def _loader_name(module: Any, key: str) -> str:
-    loader = getattr(module._parameters[key], "weight_loader", None)
+    loader = getattr(module._parameters.get(key), "weight_loader", None)
     while getattr(loader, "__name__", "") == "online_process_loader":  # left by a reload, vllm/.../reload/layerwise.py
         loader = loader.__wrapped__  # type: ignore[union-attr]
     return "default_weight_loader" if loader is None else getattr(loader, "__qualname__", repr(loader))

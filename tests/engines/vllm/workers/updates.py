@@ -35,6 +35,7 @@ class Task:
     rank: int = 0
     world_size: int = 1
     prepack: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -60,14 +61,13 @@ def main() -> None:
 
 def _updated(task: Task, family: str) -> Report:
     folder = Path(task.models) / family
-    wanted = {
-        version: stand.snapshot(stand.load(stand.configure(folder / version, task.world_size))) for version in ROUNDS
-    }
-    config = stand.configure(folder / "old", task.world_size)
+    configs = {version: stand.configure(folder / version, task.world_size, **task.options) for version in ROUNDS}
+    wanted = {version: stand.snapshot(stand.load(config)) for version, config in configs.items()}
+    config = configs["old"]
     model = stand.load(config)
     report = Report(changed=len(stand.differences(wanted["old"], wanted["new"])))
     with contextlib.ExitStack() as stack:
-        job = f"{family}-{task.world_size}"
+        job = "-".join((family, str(task.world_size), *map(str, task.options.values())))
         writer = stack.enter_context(WeightWriter(job, task.rank, task.world_size, task.socket))
         reader = stack.enter_context(WorkerWeightsReader(job, "e", task.rank, task.world_size, task.socket))
         held = _part(folder / ROUNDS[0], task)
