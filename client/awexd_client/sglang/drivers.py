@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline
@@ -193,8 +194,24 @@ class SGLangServer(_Driver):
 
     def _tensor_ranks(self, deadline: Deadline) -> int:
         if self._ranks is None:
-            self._ranks = int(self._call("server_info", None, deadline)["tp_size"])
+            self._ranks = _tensor_ranks(self._call("server_info", None, deadline))
         return self._ranks
+
+
+def _tensor_ranks(server_args: Mapping[str, Any]) -> int:
+    """Tensor ranks of a stage.
+
+    Raises:
+        InvalidArgument: replicas behind one server, which SGLang does not update (``update_weights_from_tensor`` of
+            managers/tokenizer_control_mixin.py).
+    """
+    replicas = int(server_args["dp_size"])
+    if replicas > 1 and not server_args["enable_dp_attention"]:
+        raise InvalidArgument(
+            f"SGLang takes no new weights with --dp-size {replicas}; start a server for each of the {replicas}"
+            " replicas, an engine of its own each"
+        )
+    return int(server_args["tp_size"])
 
 
 def _said(body: bytes) -> tuple[dict[str, Any], str]:
@@ -263,4 +280,4 @@ class SGLangWorkers(_Driver):
         return pickle
 
     def _tensor_ranks(self, deadline: Deadline) -> int:
-        return int(self._server.server_args.tp_size)
+        return _tensor_ranks(vars(self._server.server_args))

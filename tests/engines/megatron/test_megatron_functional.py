@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ ALIKE = {
     ],
     2: [
         *("glm4_moe-ep2", "deepseek_v2-tp2", "llama-dp2", "qwen3_moe-ep2-te", "gpt_oss-pp2"),
+        *("llama-cp2", "qwen3_moe-ep2-cp2", "llama-tp2-sp", "qwen3_moe-tp2-sp"),
         *("llama-pp2", "llama-pp2-vpp2", "llama-pp2-uneven", "llama-pp2-laid", "llama_tied-pp2", "llama_tied-pp2-vpp2"),
         *("deepseek_v3-tp2-te", "deepseek_v3-tp2-fused"),
     ],
@@ -66,6 +68,7 @@ LABELS = {
     "interleaved": "(interleaved gate and up, such names)",
     "uneven": "(uneven stages)",
     "laid": "(stages laid out)",
+    "sp": "(sequence parallel)",
 }
 """What a job's name says beside parallel sizes, for the support matrix."""
 
@@ -206,11 +209,11 @@ def spec_of(job: str) -> str | None:
     """What ``awexctl plan`` calls a job's layout, where it has words for it."""
     config = CONFIGS[config_of(job)]
     parts = [part for part in job.removeprefix(config_of(job)).split("-") if part]
-    found = [re.fullmatch(r"(tp|pp|vpp|ep|etp|dp)(\d+)", part) for part in parts]
+    found = [re.fullmatch(r"(tp|pp|vpp|ep|etp|dp|cp)(\d+)", part) for part in parts]
     sizes = {one[1]: int(one[2]) for one in found if one}
     if config["model_type"] not in FAMILIES or len(sizes) < len(parts) or job in MTP:
         return None
-    sizes["dp"] = WORLD_OF[job] // (sizes.get("tp", 1) * sizes.get("pp", 1))
+    sizes["dp"] = WORLD_OF[job] // prod(sizes.get(word, 1) for word in ("tp", "pp", "cp"))
     words = [f"{word}={size}" for word, size in sizes.items()] + ["pad=64"]
     return ",".join([*words, "mla=cut"] if "kv_lora_rank" in config else words)  # as in local specifications
 

@@ -26,9 +26,13 @@ PROMPT = [10, 20, 30, 40, 50]
 
 
 class Server:
-    """``python -m sglang.launch_server`` of checkpoint 0, in single precision, with our loader and the tests' own."""
+    """``python -m sglang.launch_server`` of checkpoint 0, in single precision, with our loader and the tests' own.
 
-    def __init__(self, model: Path, folder: Path) -> None:
+    Args:
+        flags: further ones, or others than the usual.
+    """
+
+    def __init__(self, model: Path, folder: Path, *flags: str) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -50,7 +54,7 @@ class Server:
         command = [str(PYTHON), "-m", "sglang.launch_server"]
         command += [text for key, value in options.items() for text in (f"--{key}", str(value))]
         command += ["--disable-overlap-schedule", "--disable-cuda-graph", "--skip-server-warmup"]
-        command += ["--custom-weight-loader", LOADER, "probe.load"]
+        command += ["--custom-weight-loader", LOADER, "probe.load", *flags]
         with open(folder / "log", "wb") as log:
             self._process = subprocess.Popen(
                 command, env=environment(), stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
@@ -90,10 +94,14 @@ class Server:
         self.ask("update_weights_from_tensor", body)
         self.ask("end_weight_update", {})
 
+    def digests(self) -> list[dict[str, str]]:
+        """Of each rank's parameters and buffers."""
+        self.probe(digests=str(self._folder))
+        return [json.loads((self._folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+
     def state(self) -> dict[str, Any]:
         """All that an update changes, but for the version's name."""
-        self.probe(digests=str(self._folder))
-        digests = [json.loads((self._folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+        digests = self.digests()
         return {"tokens": self.tokens(), "digests": digests}
 
     def loads_itself(self, checkpoint: Path) -> dict[str, Any]:

@@ -28,6 +28,7 @@ def environ(**more: str) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_CI_ENV": "1",  # no warm-up
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1",  # without it vLLM wants a NUMA node for each worker
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_PLUGINS": "awexd",

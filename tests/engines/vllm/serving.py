@@ -52,11 +52,12 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(model: Path, folder: Path, *, plain: bool = False) -> Iterator[Server]:
+def serving(model: Path, folder: Path, *flags: str, plain: bool = False) -> Iterator[Server]:
     """It and its workers are gone afterwards.
 
     Args:
         folder: for its log.
+        flags: further ones, or others than the usual.
         plain: linear layers keep their weights as loaded, as on GPUs, where oneDNN would pack them.
     """
     with socket.socket() as free:
@@ -66,7 +67,7 @@ def serving(model: Path, folder: Path, *, plain: bool = False) -> Iterator[Serve
     command += ["--model", str(model), "--served-model-name", "tiny"]
     command += ["--dtype", "float32", "--enforce-eager", "--tensor-parallel-size", "2"]
     command += ["--max-model-len", "128", "--max-num-seqs", "4", "--max-num-batched-tokens", "256"]
-    command += ["--weight-transfer-config", '{"backend": "awexd"}']
+    command += ["--weight-transfer-config", '{"backend": "awexd"}', *flags]
     log, entries = folder / "server.log", set(os.listdir("/dev/shm"))
     variables = environ(VLLM_SERVER_DEV_MODE="1", VLLM_CPU_OMP_THREADS_BIND="0|1")
     if plain:

@@ -12,9 +12,14 @@ from tests.engines.vllm.running import Report, run
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-@pytest.fixture(scope="module")
-def report(models: Path, place: Path, served: Daemon) -> Report:
-    return run("engine.py", [{"models": str(models), "family": "qwen3", "socket": served.socket}], place)[0]
+LORA = {"enable_lora": True, "max_lora_rank": 8}
+
+
+@pytest.fixture(scope="module", params=[{}, LORA], ids=["plain", "LoRA"])
+def report(models: Path, place: Path, served: Daemon, request: pytest.FixtureRequest) -> Report:
+    """Of an engine as it is, and of one whose modules are wrapped for adapters."""
+    task = {"models": str(models), "family": "qwen3", "socket": served.socket, "options": request.param}
+    return run("engine.py", [{**task, "job": "lora" if request.param else "grpo"}], place)[0]
 
 
 @pytest.mark.parametrize(
@@ -66,3 +71,16 @@ def test_update_by_vllms_own_calls_fails_with_the_cause_and_works_afterwards(rep
 def test_nothing_is_left_without_memory(report: Report) -> None:
     assert report["meta"] == []
     assert report["state"] == "ready"
+
+
+def test_stages_are_updated_together_or_not_at_all(models: Path, place: Path, served: Daemon) -> None:
+    (steps,) = run("stages.py", [{"models": str(models), "socket": served.socket}], place)
+    assert all(step["right"] for step in steps.values()), steps
+    first, last = steps["update"]["split"]
+    assert (len(first), len(last)) == (2, 2)
+    assert [steps[name]["version"] for name in ("start", "update", "corrupted", "again")] == [
+        *("default", "1.1", "1.1", "1.3")
+    ]
+    message, note = steps["corrupted"]["error"]
+    assert "layers.1.input_layernorm.weight" in message, "of the second stage only"
+    assert note == "rollout runs on epoch 1 step 1 again"

@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 PACKED = ["llama", "qwen3_tied", "qwen3_moe", "deepseek_v3", "gpt_oss"]
 PLAIN = ["qwen2", "qwen3", "qwen3_tied", "qwen3_moe", "deepseek_v3", "gpt_oss"]
 QUANTIZED = ["llama", "qwen2", "qwen3_tied"]
+STAGED = ["qwen2", "qwen3_tied", "gpt_oss"]
 ROUNDS = ["new", "newer", "old"]
 
 
@@ -39,6 +40,13 @@ def quantized(models: Path, place: Path, served: Daemon, plain: list[Report]) ->
     """Two ranks of an engine that quantizes what it loads: eight bits, a scale a row."""
     options = {"quantization": "fp8_per_channel"}
     task = _task(models, place, served, families=QUANTIZED, prepack=False, world_size=2, options=options)
+    return run("updates.py", [{**task, "rank": rank} for rank in range(2)], place)
+
+
+@pytest.fixture(scope="module")
+def staged(models: Path, place: Path, served: Daemon, plain: list[Report]) -> list[Report]:
+    """Two stages of pipeline parallelism, a rank each."""
+    task = _task(models, place, served, families=STAGED, prepack=False, world_size=2, options={"stages": 2}, rank=0)
     return run("updates.py", [{**task, "rank": rank} for rank in range(2)], place)
 
 
@@ -79,6 +87,18 @@ def test_quantized_weights_equal_what_vllm_makes_of_the_checkpoint(quantized: li
         aside = rank[family]["aside"]
         assert aside["model.layers.1.mlp.down_proj.weight"] == "quantized: Fp8PtpcOnlineLinearMethod"
         assert "model.layers.1.input_layernorm.weight" in rank[family]["direct"]
+
+
+@pytest.mark.parametrize(
+    "family", [line(f, model=f, trainer="shards on 2 ranks", engine="vllm PP2", checked=OWN) for f in STAGED]
+)
+def test_weights_of_each_stage_equal_what_vllm_loads_after_each_update(staged: list[Report], family: str) -> None:
+    for rank in staged:
+        assert rank[family]["changed"] > 10
+        assert rank[family]["rounds"] == {version: [] for version in ROUNDS}
+    first, last = ({*rank[family]["direct"], *rank[family]["aside"]} for rank in staged)
+    assert {name for name in first | last if ".layers.0." in name}.isdisjoint(last)
+    assert {name for name in first | last if ".layers.1." in name}.isdisjoint(first)
 
 
 @pytest.mark.parametrize("family", PACKED)

@@ -51,7 +51,7 @@ class Names:
         Raises:
             InvalidArgument: the model's mapping leaves none or several.
         """
-        path = ".".join(part for part in path.split(".") if part not in _WRAPPERS)
+        path = _unwrapped(path)
         mapper = self._renames
         if mapper is None or (stated and mapper.map_name(path) == path):
             return path
@@ -71,6 +71,7 @@ class Names:
         Raises:
             InvalidArgument: the model has no table that says so.
         """
+        path = _unwrapped(path)
         parent, _, leaf = path.rpartition(".")
         packed = (getattr(self.model, "packed_modules_mapping", None) or {}).get(leaf)
         if leaf in STACKED_ON_DISK.get(self._family, ()) or packed == [leaf]:
@@ -121,6 +122,10 @@ class Names:
             mapper = getattr(module, "hf_to_vllm_mapper", None)
             if mapper is not None:
                 yield mapper
+
+
+def _unwrapped(path: str) -> str:
+    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
 
 
 def _folder(source: str) -> Path | None:

@@ -30,6 +30,7 @@ class Layout:
     vpp: int | None = None
     ep: int = 1
     etp: int | None = None
+    cp: int = 1
 
 
 def set_up(layout: Layout) -> None:
@@ -40,6 +41,7 @@ def set_up(layout: Layout) -> None:
         virtual_pipeline_model_parallel_size=layout.vpp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp or layout.tp,
+        context_parallel_size=layout.cp,  # groups only: local attention cannot run so
     )
 
 
@@ -61,7 +63,7 @@ def build(name: str, layout: Layout, *, fused: bool = False, **changes: Any) -> 
 
 def _chunk(values: dict[str, Any], config: Any, stage: int | None, fused: bool) -> Any:
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage)
-    adapt(spec, values, fused)
+    adapt(spec, values, config, fused)
     rope = values["rope_parameters"]
     rope = rope.get("full_attention", rope)
     mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if config.mtp_num_layers else None

@@ -49,7 +49,7 @@ class Case:
 
 
 def case(config: str, *, runs: bool = False, change: Any = None, label: str = "", **sizes: Any) -> Case:
-    keys = ("tp", "pp", "vpp", "ep", "etp")
+    keys = ("tp", "pp", "vpp", "ep", "etp", "cp")
     layout = Layout(**{key: sizes.pop(key) for key in keys if key in sizes})
     named = "-".join(f"{key}{getattr(layout, key)}" for key in keys if getattr(layout, key) != getattr(Layout, key))
     return Case(config, layout, "-".join(filter(None, (config, named, label))), runs, sizes, change)
@@ -88,6 +88,10 @@ CASES: dict[int, list[Case]] = {
         case("llama_tied", pp=2),
         case("llama_tied", pp=2, vpp=2),
         case("llama", label="dp2"),
+        case("llama", cp=2),
+        case("qwen3_moe", cp=2, ep=2),
+        case("llama", tp=2, label="sp", sequence_parallel=True),
+        case("qwen3_moe", tp=2, label="sp", sequence_parallel=True),
         case("deepseek_v3", tp=2, label="te", change=as_transformer_engine),
         case("deepseek_v3", tp=2, label="fused", fused=True),
         case("qwen3_moe", ep=2, label="te", change=as_transformer_engine),

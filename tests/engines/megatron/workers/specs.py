@@ -14,11 +14,15 @@ GEMMA = ("gemma2", "gemma3_text")
 ZERO_CENTRED = (*GEMMA, "qwen3_next")
 
 
-class _CentredNorm(torch.nn.RMSNorm):
-    """``layernorm_zero_centered_gamma``, which only Transformer Engine's norms have."""
+class _Norm(torch.nn.RMSNorm):
+    """For sequence parallelism, with which Megatron-Core makes no norms of torch's."""
 
     def __init__(self, *, config: Any, hidden_size: int, eps: float) -> None:
         super().__init__(hidden_size, eps)
+
+
+class _CentredNorm(_Norm):
+    """``layernorm_zero_centered_gamma``, which only Transformer Engine's norms have."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
@@ -53,14 +57,15 @@ class _WithoutQueryLatent(MLASelfAttention):  # type: ignore[misc]
         }
 
 
-def adapt(block: Any, values: dict[str, Any], fused: bool) -> None:
+def adapt(block: Any, values: dict[str, Any], config: Any, fused: bool) -> None:
     """Changes a block's specification to the model's kinds.
 
     Args:
-        values: a Hugging Face configuration.
+        values: a Hugging Face configuration. ``config``: Megatron-Core's own.
         fused: MLA's down projections in one parameter.
     """
     family = values["model_type"]
+    norm = _CentredNorm if family in ZERO_CENTRED else _Norm if config.sequence_parallel else None
     for layer in block.layer_specs:
         parts, attention = layer.submodules, layer.submodules.self_attention
         if "kv_lora_rank" in values and values["q_lora_rank"] is None:
@@ -72,11 +77,11 @@ def adapt(block: Any, values: dict[str, Any], fused: bool) -> None:
         if family in (*GEMMA, "glm4"):
             attention.submodules.linear_proj = _NormedRows
             parts.mlp.keywords["submodules"].linear_fc2 = _NormedRows
-        if family in ZERO_CENTRED:
-            parts.input_layernorm = parts.pre_mlp_layernorm = _CentredNorm
-    if family in ZERO_CENTRED:
-        block.layer_norm = _CentredNorm
+        if norm:
+            parts.input_layernorm = parts.pre_mlp_layernorm = norm
+    if norm:
+        block.layer_norm = norm
         for layer in block.layer_specs:
             for name in ("q_layernorm", "k_layernorm"):
                 if getattr(layer.submodules.self_attention.submodules, name) not in (None, IdentityOp):
-                    setattr(layer.submodules.self_attention.submodules, name, _CentredNorm)
+                    setattr(layer.submodules.self_attention.submodules, name, norm)

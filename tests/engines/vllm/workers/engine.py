@@ -30,10 +30,10 @@ DIRECT = "model.layers.0.input_layernorm.weight"
 def main() -> None:
     task = json.loads(sys.argv[1])
     folder = Path(task["models"]) / task["family"]
-    sys.stdout.write("\n" + json.dumps(_run(folder, task["socket"])) + "\n")
+    sys.stdout.write("\n" + json.dumps(_run(folder, task["job"], task["socket"], task["options"])) + "\n")
 
 
-def _run(folder: Path, socket: str) -> dict[str, Any]:
+def _run(folder: Path, job: str, socket: str, options: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM
 
     register()
@@ -47,21 +47,22 @@ def _run(folder: Path, socket: str) -> dict[str, Any]:
         max_num_seqs=4,
         max_num_batched_tokens=256,
         weight_transfer_config={"backend": "awexd"},
+        **options,
     )
-    with WeightWriter("grpo", 0, 1, socket, keep=8) as writer:
-        return _Sequence(folder, llm, writer, socket).run()
+    with WeightWriter(job, 0, 1, socket, keep=8) as writer:
+        return _Sequence(folder, llm, writer, job, socket).run()
 
 
 class _Sequence:
-    def __init__(self, folder: Path, llm: Any, writer: WeightWriter, socket: str) -> None:
-        self.folder, self.llm, self.writer, self.socket = folder, llm, writer, socket
+    def __init__(self, folder: Path, llm: Any, writer: WeightWriter, job: str, socket: str) -> None:
+        self.folder, self.llm, self.writer, self.job, self.socket = folder, llm, writer, job, socket
         self.report: dict[str, Any] = {"steps": {}}
 
     def run(self) -> dict[str, Any]:
         self.note("start", "old", lambda: None)
         trainer = Trainer(self.writer, self.folder)
-        workers = VLLMWorkers(self.llm).connect("grpo", "rollout", self.socket)
-        with WeightReader("grpo", "rollout", workers, self.socket) as reader:
+        workers = VLLMWorkers(self.llm).connect(self.job, "rollout", self.socket)
+        with WeightReader(self.job, "rollout", workers, self.socket) as reader:
             self.note("update", "new", lambda: reader.update(trainer.publish(1, "new")))
             with _failing_once(self.llm):
                 self.note("loader", "new", lambda: reader.update(trainer.publish(2, "newer")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ def without_prepacking() -> None:
     vllm._custom_ops._supports_onednn = False
 
 
-def join(rank: int, world_size: int, store: Path) -> None:
-    """Makes this process one tensor-parallel rank; its peers meet it in the file ``store``."""
+def join(rank: int, world_size: int, store: Path, stages: int = 1) -> None:
+    """Makes this process one rank, of a stage's tensor-parallel ones; its peers meet it in the file ``store``."""
     # As vLLM's own worker for CPUs does (vllm/v1/worker/cpu_model_runner.py).
     torch.accelerator.empty_cache = lambda: None
     os.environ["VLLM_DIST_IDENT"] = str(rank)  # ranks that differ in it talk by gloo, not by shared memory
@@ -36,10 +37,10 @@ def join(rank: int, world_size: int, store: Path) -> None:
 
     with set_current_vllm_config(VllmConfig()):
         init_distributed_environment(world_size, rank, f"file://{store}", rank, "gloo")
-        initialize_model_parallel(tensor_model_parallel_size=world_size)
+        initialize_model_parallel(world_size // stages, stages)
 
 
-def configure(model: Path, world_size: int, **options: Any) -> Any:
+def configure(model: Path, world_size: int, *, stages: int = 1, **options: Any) -> Any:
     """vLLM's configuration of a model, as its command line makes it."""
     from vllm.engine.arg_utils import EngineArgs
 
@@ -49,7 +50,8 @@ def configure(model: Path, world_size: int, **options: Any) -> Any:
         skip_tokenizer_init=True,
         enforce_eager=True,
         max_model_len=128,
-        tensor_parallel_size=world_size,
+        tensor_parallel_size=world_size // stages,
+        pipeline_parallel_size=stages,
         **options,
     )
     return arguments.create_engine_config()
@@ -83,6 +85,11 @@ def snapshot(model: Any) -> Snapshot:
             identity = torch.eye(columns, dtype=weight.dtype)
             found[f"{name}.effective"] = module.cpu_linear(identity, weight, None).t().contiguous()
     return found
+
+
+def held(names: Sequence[str], model: Any) -> dict[str, list[float]]:
+    """What a worker has of parameters, if it has them: for ``LLM.apply_model``, which imports it in the workers."""
+    return {name: tensor.flatten().tolist() for name, tensor in model.named_parameters() if name in names}
 
 
 def differences(one: Snapshot, other: Snapshot) -> list[str]:

@@ -54,7 +54,7 @@ def main() -> None:
     task = Task(**json.loads(sys.argv[1]))
     if not task.prepack:
         stand.without_prepacking()
-    stand.join(task.rank, task.world_size, Path(task.store))
+    stand.join(task.rank, task.world_size, Path(task.store), task.options.get("stages", 1))
     reports = {family: asdict(_updated(task, family)) for family in task.families}
     sys.stdout.write("\n" + json.dumps(reports) + "\n")
 
