@@ -204,6 +204,9 @@ def _told_of(worker: Answer) -> list[str]:
     told = [f"failed: {worker['failure']['message']}"] if worker["failure"] else []
     if worker["staged"]:
         told.append(f"has staged {worker['staged'][0]}.{worker['staged'][1]}")
+    if verified := worker["verified"]:
+        count, whole = verified["differing"], verified["tensors"]
+        told.append(f"{count or 'none'} of {whole} tensors differ from {verified['checkpoint']}")
     told += [f"loads {count} tensors itself (first {name}): {why}" for why, count, name in worker["aside"]]
     return told
 

@@ -28,6 +28,7 @@ class Engines:
                 "read.confirm": self._confirm,
                 "read.release": self._release,
                 "read.wait": self._wait,
+                "read.verified": self._verified,
             }
         )
 
@@ -97,6 +98,7 @@ class Engines:
         try:
             epoch, step = self._store.confirm(call.session, call.arguments["lease"], time.monotonic())
         finally:
+            worker.verified = None
             if worker.version:
                 worker.result = Result(*(call.arguments[field] for field in Result._fields))
         return Reply({"epoch": epoch, "step": step, "updates": worker.round})
@@ -109,6 +111,16 @@ class Engines:
             state = "which is dirty now" if call.arguments["dirty"] else "which was not touched"
             text = f"engine {worker.engine} rank {worker.rank}, {state}: {worker.failure.message}"
             self._service.note("failed", job.name, text, logging.WARNING)
+        return Reply({})
+
+    def _verified(self, call: Call) -> Reply:
+        job, worker = self._store.worker_of(call.session)
+        told = worker.verified = dict(call.arguments)
+        equal = not told["differing"]
+        count = f"all {told['tensors']}" if equal else f"{told['differing']} of {told['tensors']}"
+        text = f"{count} tensors compared {'equal' if equal else 'differ from'} those of {told['checkpoint']}"
+        level = logging.INFO if equal else logging.WARNING
+        self._service.note("verified", job.name, f"engine {worker.engine} rank {worker.rank}: {text}", level)
         return Reply({})
 
     def _wait(self, call: Call) -> Reply | Wait:

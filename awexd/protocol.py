@@ -33,6 +33,8 @@ MAX_KEEP = 16
 MAX_STEP = 1 << 53
 MAX_REASONS = 64
 """Kinds of reasons why an engine loads tensors itself that a worker tells."""
+MAX_DIFFERENCES = 64
+"""Tensors that are not a checkpoint's that a worker names."""
 
 Message = dict[str, Any]
 
@@ -183,8 +185,12 @@ def _ids(value: Any) -> bool:
     return isinstance(value, list) and len(value) <= MAX_FDS and all(_text(item) for item in value)
 
 
+def _numbers_up_to(high: int, value: Any) -> bool:
+    return isinstance(value, list) and len(value) <= 1024 and all(_whole(0, high)(item) for item in value)
+
+
 def _numbers(value: Any) -> bool:
-    return isinstance(value, list) and len(value) <= 1024 and all(_whole(0, 1 << 32)(item) for item in value)
+    return _numbers_up_to(1 << 32, value)
 
 
 def _digest(value: Any) -> bool:
@@ -217,6 +223,18 @@ def _reasons(value: Any) -> bool:
 
 def _reason(value: Any) -> bool:
     return isinstance(value, list) and [type(item) for item in value] == [str, int, str] and len(str(value)) <= 1024
+
+
+def _differences(value: Any) -> bool:
+    return isinstance(value, list) and len(value) <= MAX_DIFFERENCES and all(map(_difference, value))
+
+
+def _difference(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) != 6:
+        return False
+    name, index, *texts, elements = value
+    known = index is None or _numbers_up_to(MAX_STEP, index)
+    return known and all(map(_sentence, (name, *texts))) and _whole(0, MAX_STEP)(elements)
 
 
 def _optional(check: Check) -> Check:
@@ -267,6 +285,14 @@ OPERATIONS: dict[str, dict[str, Check]] = {
     "read.confirm": {"lease": _text, "nbytes": _STEP, "stage_us": _STEP, "pause_us": _STEP},
     "read.release": {"lease": _optional(_text), "dirty": _boolean, "error": _optional(_failure)},
     "read.wait": {"step": _STEP},
+    "read.verified": {
+        "token": _text,
+        "checkpoint": _sentence,
+        "tensors": _STEP,
+        "nbytes": _STEP,
+        "differing": _STEP,
+        "differences": _differences,
+    },
     "read.engine": {"job": _text, "engine": _text},
     # both
     "segment.open": {"ids": _ids},

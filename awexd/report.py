@@ -206,4 +206,5 @@ def _worker(worker: Worker) -> dict[str, Any]:
         "result": worker.result._asdict() if worker.result else None,
         "failure": worker.failure._asdict() if worker.failure else None,
         "aside": worker.aside,
+        "verified": worker.verified,
     }

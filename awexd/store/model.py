@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from awexd_transports.layout import digest_of
 
@@ -178,6 +178,7 @@ class Worker:
     Attributes:
         aside: why its engine loads tensors itself: (reason, how many, the first) each.
         failure: since it was last given a version.
+        verified: what came of the last comparison of its version with a checkpoint, as ``read.verified`` told it.
     """
 
     session: str
@@ -193,6 +194,7 @@ class Worker:
     aside: list[list[str | int]] = field(default_factory=list)
     result: Result | None = None
     failure: Failure | None = None
+    verified: dict[str, Any] | None = None
 
 
 @dataclass(slots=True)

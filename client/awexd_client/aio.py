@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,9 @@ from awexd_client import writer as _writer
 from awexd_client.adapters.base import Adapter
 from awexd_client.endpoint import DEFAULT_TIMEOUT, Endpoint
 from awexd_client.holding import Casts
+from awexd_client.instance import VERIFY_TIMEOUT
 from awexd_client.updates import Staged, State, UpdateResult
+from awexd_client.verify import Verified
 from awexd_transports.errors import (
     AccessDenied,
     AwexdError,
@@ -248,6 +251,9 @@ class WeightReader:
 
     async def update(self, step: int | None = None, timeout: float = DEFAULT_TIMEOUT) -> UpdateResult:
         return await _in(self._pool, self._reader.update, step, timeout)
+
+    async def verify(self, checkpoint_dir: str | os.PathLike[str], timeout: float = VERIFY_TIMEOUT) -> Verified:
+        return await _in(self._pool, self._reader.verify, checkpoint_dir, timeout)
 
     async def close(self) -> None:
         await asyncio.to_thread(self._reader.close)

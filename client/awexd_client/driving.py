@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline
 from awexd_client.session import Connection
 from awexd_client.updates import UpdateResult
+from awexd_client.verify import Difference, Verified
 from awexd_transports.errors import AwexdError, DeadlineExceeded, InvalidArgument, VersionUnavailable, from_wire
 
 VersionKey = tuple[int, int]
@@ -36,6 +38,10 @@ class Worker(Protocol):
 
     def release(self, staged: Any) -> None: ...
 
+    def compare(self, checkpoint_dir: str, timeout: float = DEFAULT_TIMEOUT) -> Verified:
+        """Its live tensors with a checkpoint; asked for by ``WeightReader.verify`` only."""
+        ...
+
 
 @runtime_checkable
 class Workers(Protocol):
@@ -54,6 +60,10 @@ class Workers(Protocol):
 
     def abandon(self) -> None:
         """Every worker gives up what it has staged; the engine goes on."""
+        ...
+
+    def verify(self, checkpoint_dir: str, token: str, timeout: float) -> None:
+        """Every worker calls ``compare_and_tell`` of its reader with these."""
         ...
 
 
@@ -113,6 +123,15 @@ class OneByOne:
             raise failure
         return results
 
+    def verify(self, checkpoint_dir: str, deadline: Deadline) -> Verified:
+        found = self._each(
+            lambda worker, _: worker.compare(checkpoint_dir, deadline.left()), [None] * len(self._workers)
+        )
+        failure = _first_failure(found)
+        if failure is not None:
+            raise failure
+        return Verified.joined(found)
+
     def standings(self) -> list[Standing]:
         return [Standing(worker.rank, worker.state, worker.version) for worker in self._workers]
 
@@ -161,6 +180,17 @@ class Together:
             ranks = [worker["rank"] for worker in bad]
             raise _error(failed, failure) or AwexdError(f"{self._engine}: ranks {ranks} did not apply {version}")
         return [_result(worker, version) for worker in told]
+
+    def verify(self, checkpoint_dir: str, deadline: Deadline) -> Verified:
+        token = secrets.token_hex(8)
+        failure = self._call(lambda: self._workers.verify(checkpoint_dir, token, deadline.left()))
+        told = self._told_after(failure, deadline)
+        silent = [worker for worker in told if not worker["verified"] or worker["verified"]["token"] != token]
+        if failure or silent:
+            failed = next((worker["failure"] for worker in silent if worker["failure"]), None)
+            ranks = [worker["rank"] for worker in silent]
+            raise failure or _error(failed, None) or AwexdError(f"{self._engine}: ranks {ranks} have compared nothing")
+        return Verified.joined([_verified(worker) for worker in told])
 
     def standings(self) -> list[Standing]:
         try:
@@ -250,6 +280,16 @@ def _error(told: dict[str, str] | None, passed_on: Exception | None) -> Exceptio
         error.__cause__ = passed_on
         return error
     return passed_on
+
+
+def _verified(worker: dict[str, Any]) -> Verified:
+    said = worker["verified"]
+    differences = tuple(map(Difference.heard, said["differences"]))
+    more = said["differing"] - len(differences)
+    if more > 0:
+        differences += (Difference("others", None, f"{more} more tensors of rank {worker['rank']} differ"),)
+    aside = {first if count == 1 else f"{first} and {count - 1} more": why for why, count, first in worker["aside"]}
+    return Verified(said["tensors"], said["nbytes"], differences, (), aside)
 
 
 def _result(worker: dict[str, Any], version: VersionKey) -> UpdateResult:

@@ -11,9 +11,13 @@ from awexd_client.driving import OneByOne, Together, VersionKey, Worker, Workers
 from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline
 from awexd_client.session import socket_path
 from awexd_client.updates import UpdateResult
+from awexd_client.verify import Verified
 from awexd_transports.errors import AwexdError
 
-__all__ = ["WeightReader", "Worker", "Workers"]
+__all__ = ["VERIFY_TIMEOUT", "WeightReader", "Worker", "Workers"]
+
+VERIFY_TIMEOUT = 600.0
+"""Seconds. A checkpoint is read at the rate of its disk."""
 
 
 class WeightReader:
@@ -78,6 +82,23 @@ class WeightReader:
             transport=results[0].transport,
             workers=tuple(results),
         )
+
+    def verify(self, checkpoint_dir: str | os.PathLike[str], timeout: float = VERIFY_TIMEOUT) -> Verified:
+        """Compares every worker's live tensors with safetensors on disk; see ``WorkerWeightsReader.verify``.
+
+        The workers read the folder themselves. Behind an engine's own calls it does not generate meanwhile, and what
+        was staged is given up.
+
+        Raises:
+            IntegrityError: a tensor is not the checkpoint's; ``details["differences"]`` has one of each.
+            InvalidArgument: that is no checkpoint.
+            DeadlineExceeded: it took longer.
+        """
+        return self.compare(checkpoint_dir, timeout).check()
+
+    def compare(self, checkpoint_dir: str | os.PathLike[str], timeout: float = VERIFY_TIMEOUT) -> Verified:
+        """As ``verify``, but for what differs: that is in the result."""
+        return self._drive.verify(os.path.abspath(checkpoint_dir), Deadline(timeout))
 
     @property
     def state(self) -> str:

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from typing import Any
 
-from awexd.protocol import MAX_KEEP, MAX_REASONS, MAX_STEP
+from awexd.protocol import MAX_DIFFERENCES, MAX_KEEP, MAX_REASONS, MAX_STEP
 from awexd_client.adapters.base import Adapter, EngineWeights
 from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline, check_whole, told
 from awexd_client.holding import Holding
@@ -193,11 +193,39 @@ class WorkerWeightsReader(Preparing):
             IntegrityError: a tensor is not the checkpoint's: names the first element that differs.
             InvalidArgument: that is no checkpoint.
         """
+        return self.compare(checkpoint_dir, timeout, progress=progress).check()
+
+    def compare(
+        self,
+        checkpoint_dir: str | os.PathLike[str],
+        timeout: float = DEFAULT_TIMEOUT,
+        *,
+        progress: Progress | None = None,
+    ) -> Verified:
+        """As ``verify``, but for what differs: that is in the result."""
         with self._turn(Deadline(timeout)), Checkpoint(checkpoint_dir) as checkpoint:
             self._refresh()
             holding = self._holding
             parts = list(zip(holding.manifest.entries, holding.views, strict=True))[: holding.first_aside]
-            return verify(parts, checkpoint, aside=holding.weights.reasons, progress=progress).check()
+            return verify(parts, checkpoint, aside=holding.weights.reasons, progress=progress)
+
+    def compare_and_tell(self, checkpoint_dir: str, token: str, timeout: float = DEFAULT_TIMEOUT) -> None:
+        """Compares, and tells the daemon what came of it: for a driver that hears nothing else of its workers.
+
+        Args:
+            token: by which the driver knows its own question.
+        """
+        found = self.compare(checkpoint_dir, timeout)
+        self._ask(
+            "read.verified",
+            timeout,
+            token=token,
+            checkpoint=checkpoint_dir,
+            tensors=found.tensors,
+            nbytes=found.nbytes,
+            differing=len(found.differences),
+            differences=[difference.told() for difference in found.differences[:MAX_DIFFERENCES]],
+        )
 
     def fail(self, error: BaseException) -> None:
         """Tells the daemon why this worker did not update, for ``status``, events and its driver. Never raises.

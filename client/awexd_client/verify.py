@@ -50,6 +50,17 @@ class Difference:
     expected: Any = None
     elements: int = 0
 
+    def told(self) -> list[Any]:
+        """As ``read.verified`` takes it."""
+        index = None if self.index is None else list(self.index)
+        return [self.name, index, self.why[:500], str(self.found)[:100], str(self.expected)[:100], self.elements]
+
+    @classmethod
+    def heard(cls, told: Sequence[Any]) -> Self:
+        """From a worker; ``found`` and ``expected`` are text."""
+        name, index, why, found, expected, elements = told
+        return cls(name, None if index is None else tuple(index), why, found, expected, elements)
+
     def __str__(self) -> str:
         if self.index is None:
             return f"{self.name}: {self.why}"
@@ -61,9 +72,10 @@ class Verified:
     """What was compared.
 
     Attributes:
-        tensors, nbytes: compared.
+        tensors, nbytes: compared; of several workers, by each of them.
         differences: the first of each tensor that differs.
-        unseen: names that only the checkpoint has (another rank has them, or nobody).
+        unseen: names that only the checkpoint has (another rank has them, or nobody). Not told by workers that are
+            reached through their engine's calls.
         aside: names that were not compared, since their engine keeps them in another form, and why.
     """
 
@@ -72,6 +84,22 @@ class Verified:
     differences: tuple[Difference, ...] = ()
     unseen: tuple[str, ...] = ()
     aside: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def joined(cls, found: Sequence[Verified]) -> Verified:
+        """What several workers of one model have found."""
+        first: dict[str, Difference] = {}
+        for one in found:
+            first = {difference.name: difference for difference in one.differences} | first
+        unseen = set.intersection(*(set(one.unseen) for one in found)) if found else set()
+        aside = {name: why for one in found for name, why in one.aside.items()}
+        return cls(
+            sum(one.tensors for one in found),
+            sum(one.nbytes for one in found),
+            tuple(first.values()),
+            tuple(sorted(unseen - aside.keys())),
+            aside,
+        )
 
     def check(self) -> Self:
         """Itself, if nothing differs.

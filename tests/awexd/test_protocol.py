@@ -75,6 +75,7 @@ def test_operations_are_these() -> None:
         "write.register write.ready write.reserve write.slot write.publish "
         "write.begin write.seal write.abort write.committed "
         "read.sources read.register read.siblings read.resolve read.confirm read.release read.wait read.engine "
+        "read.verified "
         "segment.open segment.closed goodbye job.close job.grant status versions sessions manifests events "
         "drop rollback gc"
     )

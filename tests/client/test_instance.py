@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from awexd_client import (
     DeadlineExceeded,
@@ -18,7 +20,8 @@ from awexd_client import (
     WeightWriter,
     WorkerWeightsReader,
 )
-from awexd_transports.errors import AwexdError
+from awexd_client.verify import Verified
+from awexd_transports.errors import AwexdError, IntegrityError
 from tests.client.samples import Negating
 from tests.daemons import Daemon
 from tests.e2e.clients import Background
@@ -53,6 +56,9 @@ class Failing:
 
     def release(self, staged: Any) -> None:
         self.worker.release(staged)
+
+    def compare(self, checkpoint_dir: str, timeout: float = 60) -> Verified:
+        return self.worker.compare(checkpoint_dir, timeout)
 
 
 @pytest.fixture
@@ -96,6 +102,13 @@ class Crew:
             with contextlib.suppress(AwexdError):
                 worker.apply(staged, timeout)
         self.served.append((epoch, step))
+
+    def verify(self, checkpoint_dir: str, token: str, timeout: float) -> None:
+        for worker in self.workers:
+            try:
+                worker.worker.compare_and_tell(checkpoint_dir, token, timeout)
+            except AwexdError as error:
+                worker.worker.fail(error)
 
     def abandon(self) -> None:
         for worker, staged in zip(self.workers, self.staged, strict=True):
@@ -247,3 +260,57 @@ def test_engine_whose_workers_have_not_all_registered(daemon: Daemon, workers: l
         pytest.raises(AwexdError, match=r"of 3 workers only ranks \[0, 1\] are registered"),
     ):
         partial.update()
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_live_tensors_of_all_workers_against_a_checkpoint(
+    daemon: Daemon, writer: WeightWriter, tmp_path: Path, together: bool
+) -> None:
+    save_file({"w": torch.arange(9.0), "another": torch.ones(2)}, tmp_path / "model.safetensors")
+    live = [torch.zeros(9) for _ in range(2)]
+    readers = [WorkerWeightsReader("grpo", "plain", rank, 2, daemon.socket) for rank in range(2)]
+    for reader, tensor in zip(readers, live, strict=True):
+        reader.register({"w": tensor})
+    workers = [Failing(reader, Negating()) for reader in readers]
+    with WeightReader("grpo", "plain", Crew(workers) if together else workers, daemon.socket) as instance:
+        instance.update()
+        found = instance.verify(tmp_path)
+        assert (found.tensors, found.nbytes) == (2, 72)
+        assert found.unseen == (() if together else ("another",))
+        live[1][4] = 7
+        with pytest.raises(IntegrityError, match=r"w\[4\] is 7.0, in the checkpoint 4.0"):
+            instance.verify(tmp_path)
+        (difference,) = instance.compare(tmp_path).differences
+        assert (difference.name, difference.index, difference.elements) == ("w", (4,), 1)
+        with pytest.raises(InvalidArgument, match=r"no \*\.safetensors files there"):
+            instance.verify(tmp_path / "nothing")
+    if together:
+        told = [event for event in daemon.ask("events", job=None, after=0)["events"] if event["kind"] == "verified"]
+        assert [event["text"].split(": ")[1].split(" those of")[0] for event in told] == [
+            *["all 1 tensors compared equal"] * 3,
+            "1 of 1 tensors compared differ from",
+            "all 1 tensors compared equal",
+            "1 of 1 tensors compared differ from",
+        ]
+    for reader in readers:
+        reader.close()
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_what_an_engine_keeps_in_another_form_is_named_not_compared(
+    daemon: Daemon, tmp_path: Path, together: bool
+) -> None:
+    held = {"w": torch.arange(9.0), "b": torch.ones(2)}
+    save_file(held, tmp_path / "model.safetensors")
+    with (
+        WeightWriter("aside", 0, 1, daemon.socket) as writer,
+        WorkerWeightsReader("aside", "e", 0, 1, daemon.socket) as reader,
+    ):
+        writer.register(held)
+        writer.publish(1)
+        reader.register({"w": torch.zeros(9), "b": torch.zeros(2)}, Negating())
+        workers = [Failing(reader, Negating())]
+        with WeightReader("aside", "e", Crew(workers) if together else workers, daemon.socket) as instance:
+            instance.update()
+            found = instance.verify(tmp_path)
+            assert (found.tensors, found.aside) == (1, {"b": "it is kept negated"})

@@ -22,7 +22,7 @@ LOADER = "awexd_client.sglang.load"
 NAME = "awexd"
 """Of the only tensor."""
 MAX_BYTES = 4096
-ACTIONS = ("stage", "apply", "abandon")
+ACTIONS = ("stage", "apply", "abandon", "verify")
 
 # Protocol 2: [("awexd", torch.ByteTensor([...]))]; each element is BININT1, "K" and the byte.
 _HEAD = b"\x80\x02]X" + len(NAME).to_bytes(4, "little") + NAME.encode() + b"ctorch\nByteTensor\n]("
@@ -39,6 +39,7 @@ class Control:
         timeout: seconds.
         epoch, step: for ``stage`` the step, or None for the next; for ``apply`` the version that must be staged.
         direct: False has the model load everything itself.
+        checkpoint, token: for ``verify``: what to compare with, and what the daemon is told that it was for.
     """
 
     do: str
@@ -49,6 +50,8 @@ class Control:
     epoch: int | None = None
     step: int | None = None
     direct: bool = True
+    checkpoint: str | None = None
+    token: str | None = None
 
     def encoded(self) -> bytes:
         """Raises InvalidArgument: too long."""

@@ -92,6 +92,15 @@ class _Driver(ABC):
         finally:
             self._resume_unless_torn(deadline)
 
+    def verify(self, checkpoint_dir: str, token: str, timeout: float = DEFAULT_TIMEOUT) -> None:
+        """Every worker compares what it has with that folder; generation is paused meanwhile."""
+        deadline = Deadline(timeout)
+        self._call("pause_generation", {"mode": self._pause}, deadline)
+        try:
+            self._send("verify", deadline, checkpoint=checkpoint_dir, token=token)
+        finally:
+            self._resume_unless_torn(Deadline(GRACE_SECONDS))
+
     def _begin(self, deadline: Deadline) -> None:
         """A session that an earlier control process left open is ended first."""
         try:
@@ -100,9 +109,9 @@ class _Driver(ABC):
             self._call("end_weight_update", {}, deadline)
             self._call("begin_weight_update", {"selector": "target"}, deadline)
 
-    def _send(self, do: str, deadline: Deadline, *, epoch: int | None = None, step: int | None = None) -> None:
+    def _send(self, do: str, deadline: Deadline, **more: Any) -> None:
         path = socket_path(self._socket)
-        control = Control(do, self._job, self._engine, deadline.left(), path, epoch, step, self._direct)
+        control = Control(do, self._job, self._engine, deadline.left(), path, direct=self._direct, **more)
         payload = self._payload(pickled(control.encoded()))
         body = {
             "serialized_named_tensors": [payload] * self._tensor_ranks(deadline),
@@ -205,8 +214,8 @@ def _tensor_ranks(server_args: Mapping[str, Any]) -> int:
         InvalidArgument: replicas behind one server, which SGLang does not update (``update_weights_from_tensor`` of
             managers/tokenizer_control_mixin.py).
     """
-    replicas = int(server_args["dp_size"])
-    if replicas > 1 and not server_args["enable_dp_attention"]:
+    replicas = int(server_args.get("dp_size") or 1)
+    if replicas > 1 and not server_args.get("enable_dp_attention"):
         raise InvalidArgument(
             f"SGLang takes no new weights with --dp-size {replicas}; start a server for each of the {replicas}"
             " replicas, an engine of its own each"

@@ -42,7 +42,8 @@ class Rank:
         try:
             control = control_in(named_tensors)
             reader = self._reader_for(model, control)
-            {"stage": self._stage, "apply": self._apply, "abandon": self._abandon}[control.do](reader, control)
+            act = {"stage": self._stage, "apply": self._apply, "abandon": self._abandon, "verify": self._verify}
+            act[control.do](reader, control)
         except Exception as error:  # noqa: BLE001 - SGLang would end the server
             self.failure = f"{type(error).__name__}: {failed(error)}"
             _log.warning("the engine keeps its weights: %s", self.failure, exc_info=error)
@@ -84,6 +85,12 @@ class Rank:
 
     def _abandon(self, reader: WorkerWeightsReader, control: Control) -> None:
         self._drop()
+
+    def _verify(self, reader: WorkerWeightsReader, control: Control) -> None:
+        if not control.checkpoint or not control.token:
+            raise InvalidArgument("control message: verify needs checkpoint and token")
+        self._drop()
+        reader.compare_and_tell(control.checkpoint, control.token, control.timeout)
 
     def _drop(self) -> None:
         staged, self._staged = self._staged, None

@@ -69,6 +69,11 @@ class _Instance(ABC):
         self._give_up()
         self._resume(_QUICK)
 
+    def verify(self, checkpoint_dir: str, token: str, timeout: float) -> None:
+        """Every worker compares what it has with that folder; the engine does not generate meanwhile."""
+        info = {"checkpoint": checkpoint_dir, "token": token, "timeout": timeout}
+        self._ask("init_weight_transfer_engine", {"init_info": info}, timeout + GRACE)
+
     def _give_up(self) -> None:
         """Ends an update that is under way: ``start_weight_update`` in the midst of one fails on every worker."""
         self._ask("init_weight_transfer_engine", {"init_info": {"abandon": True}}, _QUICK + GRACE)

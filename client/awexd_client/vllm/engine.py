@@ -41,6 +41,7 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
         verify: as of WorkerWeightsReader.
         timeout: seconds to connect and to register.
         abandon: change nothing of that, and give up the update that is under way, if one is. Possible at any time.
+        checkpoint, token: change nothing either; compare the live tensors with that folder, and tell the daemon.
     """
 
     job: str = ""
@@ -49,6 +50,8 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     verify: str = "checksum"
     timeout: float = DEFAULT_TIMEOUT
     abandon: bool = False
+    checkpoint: str = ""
+    token: str = ""
 
 
 @dataclass
@@ -92,7 +95,9 @@ class AwexdWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
         failure = None
         try:
             info = super().parse_init_info(init_info) if isinstance(init_info, dict) else init_info
-            if not info.abandon:
+            if info.checkpoint:
+                self._connected().compare_and_tell(info.checkpoint, info.token, info.timeout)
+            elif not info.abandon:
                 self._connect(info)
         except Exception as error:  # noqa: BLE001 - told to all workers, and raised by the one that may
             failure = _said(error)

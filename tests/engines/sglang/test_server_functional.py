@@ -174,6 +174,22 @@ def test_corrupted_byte(
     assert server.state() == loaded[2]
 
 
+def test_live_weights_against_a_checkpoint(
+    server: Server, trainer: Trainer, instance: WeightReader, checkpoints: Path
+) -> None:
+    trainer.publish(1)
+    instance.update()
+    before = server.state()
+    found = instance.verify(checkpoints / FAMILY / "1")
+    assert found.tensors > 20
+    assert found.aside == {}
+    with pytest.raises(IntegrityError, match="tensors are not the checkpoint's"):
+        instance.verify(checkpoints / FAMILY / "2")
+    with pytest.raises(AwexdError, match="files there"):
+        instance.verify(checkpoints)
+    assert server.state() == before
+
+
 def test_weights_that_do_not_fit(server: Server, checkpoints: Path, module_daemon: Daemon) -> None:
     before, version = server.state(), server.version()
     workers = SGLangServer(server.url, "other", "rollout", module_daemon.socket)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,8 @@ class _Sequence:
             self.note("unknown", "new", lambda: self.by_hand({"steps": 4}))
             self.note("again", "newer", lambda: reader.update(trainer.publish(5, "newer")))
             self.note("third", "old", lambda: reader.update(trainer.publish(6, "old")))
+            self.note("verified", "old", lambda: reader.verify(self.folder / "old"))
+            self.note("other", "old", lambda: reader.verify(self.folder / "new"))
 
     def by_hand(self, info: dict[str, Any]) -> None:
         """vLLM's own routes, none of our driver's."""
@@ -83,7 +87,7 @@ def steps(server: Server, models: Path, served: Daemon) -> dict[str, dict[str, A
     return sequence.steps
 
 
-ALL = ["start", "update", "aside", "direct", "late", "by hand", "unknown", "again", "third"]
+ALL = ["start", "update", "aside", "direct", "late", "by hand", "unknown", "again", "third", "verified", "other"]
 
 
 @pytest.mark.parametrize("step", ALL)
@@ -92,7 +96,7 @@ def test_tokens_are_those_of_the_version_that_should_be_live(steps: dict[str, di
 
 
 def test_server_says_the_version_that_it_runs_on(steps: dict[str, dict[str, Any]]) -> None:
-    assert [steps[step]["version"] for step in ALL] == ["default", *["1.1"] * 6, "1.5", "1.6"]
+    assert [steps[step]["version"] for step in ALL] == ["default", *["1.1"] * 6, "1.5", *["1.6"] * 3]
 
 
 def test_each_worker_has_a_result(steps: dict[str, dict[str, Any]]) -> None:
@@ -121,3 +125,28 @@ def test_failure_by_vllms_own_routes_is_an_http_error_with_its_cause(
 ) -> None:
     assert "HTTP 500" in str(steps[step]["error"])
     assert cause in str(steps[step]["error"])
+
+
+def test_live_weights_are_compared_with_a_checkpoint(steps: dict[str, dict[str, Any]]) -> None:
+    found = steps["verified"]["result"]
+    assert found.tensors > 10
+    assert all("repacked after loading" in why for why in found.aside.values())
+    assert steps["verified"]["error"] is None
+    assert "tensors are not the checkpoint's: model.embed_tokens.weight[1, 0] is" in str(steps["other"]["error"])
+
+
+def test_live_weights_are_compared_by_a_command(
+    steps: dict[str, dict[str, Any]], server: Server, models: Path, served: Daemon
+) -> None:
+    arguments = ["--job", "grpo", "--engine", "rollout", "--vllm", server.url]
+    told = _verify(served, *arguments, "--checkpoint", str(models / "qwen3" / "old"))
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.startswith("epoch 1 step 6: ")
+    assert "none differ" in told.stdout
+    assert "not compared: model.layers.0.self_attn.q_proj.weight and 5 more: weight was repacked" in told.stdout
+    assert _verify(served, *arguments, "--checkpoint", str(models / "qwen3" / "new")).returncode == 1
+
+
+def _verify(served: Daemon, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "awexd.ctl", "verify", "--socket", served.socket, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
