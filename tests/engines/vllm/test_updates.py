@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,38 +22,43 @@ STAGED = ["qwen2", "qwen3_tied", "gpt_oss"]
 ROUNDS = ["new", "newer", "old"]
 
 
+Updated = Callable[..., list[Report]]
+
+
 @pytest.fixture(scope="module")
-def packed(models: Path, place: Path, served: Daemon) -> Report:
+def updated(models: Path, place: Path, served: Daemon) -> Updated:
+    """Has so many ranks go through the updates; what each reports."""
+
+    def run_all(ranks: int, **task: Any) -> list[Report]:
+        store = place / "-".join(["store", str(ranks), *task.get("options", {})])
+        task |= {"models": str(models), "socket": served.socket, "store": str(store), "world_size": ranks}
+        return run("updates.py", [{**task, "rank": rank} for rank in range(ranks)], place)
+
+    return run_all
+
+
+@pytest.fixture(scope="module")
+def packed(updated: Updated) -> Report:
     """One rank, and linear layers packed by oneDNN, as vLLM does on CPUs."""
-    task = _task(models, place, served, families=PACKED)
-    return run("updates.py", [task], place)[0]
+    return updated(1, families=PACKED)[0]
 
 
 @pytest.fixture(scope="module")
-def plain(models: Path, place: Path, served: Daemon, packed: Report) -> list[Report]:
+def plain(updated: Updated) -> list[Report]:
     """Two ranks of trainer and engine, and linear layers as they are loaded, as on GPUs."""
-    task = _task(models, place, served, families=PLAIN, prepack=False, world_size=2)
-    return run("updates.py", [{**task, "rank": rank} for rank in range(2)], place)
+    return updated(2, families=PLAIN, prepack=False)
 
 
 @pytest.fixture(scope="module")
-def quantized(models: Path, place: Path, served: Daemon, plain: list[Report]) -> list[Report]:
+def quantized(updated: Updated) -> list[Report]:
     """Two ranks of an engine that quantizes what it loads: eight bits, a scale a row."""
-    options = {"quantization": "fp8_per_channel"}
-    task = _task(models, place, served, families=QUANTIZED, prepack=False, world_size=2, options=options)
-    return run("updates.py", [{**task, "rank": rank} for rank in range(2)], place)
+    return updated(2, families=QUANTIZED, prepack=False, options={"quantization": "fp8_per_channel"})
 
 
 @pytest.fixture(scope="module")
-def staged(models: Path, place: Path, served: Daemon, plain: list[Report]) -> list[Report]:
+def staged(updated: Updated) -> list[Report]:
     """Two stages of pipeline parallelism, a rank each."""
-    task = _task(models, place, served, families=STAGED, prepack=False, world_size=2, options={"stages": 2}, rank=0)
-    return run("updates.py", [{**task, "rank": rank} for rank in range(2)], place)
-
-
-def _task(models: Path, place: Path, served: Daemon, **more: Any) -> dict[str, Any]:
-    store = place / f"store{len(more)}"
-    return {"models": str(models), "socket": served.socket, "store": str(store), **more}
+    return updated(2, families=STAGED, prepack=False, options={"stages": 2})
 
 
 OWN = "vLLM's own loader"

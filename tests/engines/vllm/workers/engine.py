@@ -16,12 +16,12 @@ from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
-import stand  # noqa: F401 - vLLM's environment
+import stand
 from generation import PROMPT, TOKENS, generated
 from trainer import Trainer
 
 from awexd_client import WeightReader, WeightWriter
-from awexd_client.vllm import VLLMWorkers, register
+from awexd_client.vllm import VLLMWorkers
 
 ASIDE = "model.layers.0.self_attn.q_proj.weight"
 DIRECT = "model.layers.0.input_layernorm.weight"
@@ -34,21 +34,7 @@ def main() -> None:
 
 
 def _run(folder: Path, job: str, socket: str, options: dict[str, Any]) -> dict[str, Any]:
-    from vllm import LLM
-
-    register()
-    register()  # once more than once: every process of vLLM calls it, and some twice
-    llm = LLM(
-        str(folder / "old"),
-        dtype="float32",
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        max_model_len=128,
-        max_num_seqs=4,
-        max_num_batched_tokens=256,
-        weight_transfer_config={"backend": "awexd"},
-        **options,
-    )
+    llm = stand.engine(folder / "old", **options)
     with WeightWriter(job, 0, 1, socket, keep=8) as writer:
         return _Sequence(folder, llm, writer, job, socket).run()
 

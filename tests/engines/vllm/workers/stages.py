@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from trainer import Trainer
 
 from awexd_client import AwexdError, WeightReader, WeightWriter
-from awexd_client.vllm import VLLMWorkers, register
+from awexd_client.vllm import VLLMWorkers
 
 LAST = "model.layers.1.input_layernorm.weight"
 LOOKED_AT = ("model.layers.0.input_layernorm.weight", "model.layers.0.self_attn.q_norm.weight", LAST, "lm_head.weight")
@@ -35,21 +35,9 @@ def expected(folder: Path) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    from vllm import LLM
-
     task = json.loads(sys.argv[1])
     folder, socket = Path(task["models"]) / "qwen3", task["socket"]
-    register()
-    llm = LLM(
-        str(folder / "old"),
-        dtype="float32",
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        max_model_len=128,
-        max_num_seqs=4,
-        pipeline_parallel_size=2,
-        weight_transfer_config={"backend": "awexd"},
-    )
+    llm = stand.engine(folder / "old", pipeline_parallel_size=2)
     report: dict[str, Any] = {}
 
     def note(name: str, version: str, act: Callable[[], object]) -> None:

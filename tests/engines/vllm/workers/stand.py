@@ -1,4 +1,7 @@
-"""vLLM's models without its scheduler: made, loaded and transformed by vLLM's own code, in this process as one rank."""
+"""vLLM's models without its scheduler: made, loaded and transformed by vLLM's own code, in this process as one rank.
+
+And a whole engine, for what needs one.
+"""
 
 from __future__ import annotations
 
@@ -55,6 +58,27 @@ def configure(model: Path, world_size: int, *, stages: int = 1, **options: Any) 
         **options,
     )
     return arguments.create_engine_config()
+
+
+def engine(model: Path, **options: Any) -> Any:
+    """A whole ``vllm.LLM``, in single precision, with our back end."""
+    from vllm import LLM
+
+    from awexd_client.vllm import register
+
+    register()
+    register()  # once more than once: every process of vLLM calls it, and some twice
+    return LLM(
+        str(model),
+        dtype="float32",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=128,
+        max_num_seqs=4,
+        max_num_batched_tokens=256,
+        weight_transfer_config={"backend": "awexd"},
+        **options,
+    )
 
 
 def load(config: Any, *, transform: bool = True) -> Any:
