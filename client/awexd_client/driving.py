@@ -254,7 +254,7 @@ class Together:
         try:
             return self._told(deadline)
         except AwexdError as error:
-            if isinstance(failure, AwexdError):
+            if failure is not None:
                 raise failure from error
             raise
 

@@ -289,4 +289,5 @@ class SGLangWorkers(_Driver):
         return pickle
 
     def _tensor_ranks(self, deadline: Deadline) -> int:
-        return _tensor_ranks(vars(self._server.server_args))
+        given = self._server.server_args
+        return _tensor_ranks({key: getattr(given, key, None) for key in ("tp_size", "dp_size", "enable_dp_attention")})
