@@ -3,6 +3,7 @@
 PYTHON ?= python3
 ARGS ?=
 PYTEST_ARGS ?=
+GPU_PYTHON ?= $(BIN)/python
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -28,7 +29,7 @@ PACKAGE := $(VENV)/.package-$(call hash,requirements/base.txt pyproject.toml awe
 	hatch_build.py $(sort $(wildcard $(NATIVE)/*.py $(NATIVE)/*.[ch])))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench bench-peers peers engines support-matrix $(ENGINES:%=engine-%) clean
+.PHONY: help demo test test-gpu check bench bench-peers peers engines support-matrix $(ENGINES:%=engine-%) clean
 .NOTPARALLEL: # two pips in one environment break each other
 
 help: ## list the targets
@@ -39,6 +40,9 @@ demo: $(DEMO) $(PACKAGE) ## train, swap weights, generate, on this machine; ARGS
 
 test: $(DEV) $(DEMO) $(PACKAGE) engines ## run the tests; PYTEST_ARGS goes to pytest
 	$(BIN)/python -m pytest -q --durations=10 $(PYTEST_ARGS)
+
+test-gpu: $(DEV) $(PACKAGE) ## run the tests that need an NVIDIA GPU; GPU_PYTHON names another python
+	$(GPU_PYTHON) -m pytest -q tests/gpu $(PYTEST_ARGS)
 
 check: $(DEV) $(PACKAGE) ## ruff and mypy
 	$(BIN)/ruff check .

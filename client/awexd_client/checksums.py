@@ -47,7 +47,8 @@ def summed_rows(row: Row, entry: Entry, table: Table) -> Iterator[Row]:
 
     They are of the bytes in the segment, after a cast.
     """
-    if takes_summed(row.destination, row.source):
+    source = row.destination if row.source.device is not None else row.source  # summed where it arrives
+    if takes_summed(row.destination, source):
         sums = Sums(entry.tensor.shape, entry.box.offset, entry.box.shape, (), table.ctypes.data)
         yield replace(row, sums=sums)
         return
@@ -143,7 +144,7 @@ class Comparison:
         """
         low = low or (0,)
         high = _plus(low, row.destination.shape or (1,))
-        if takes_summed(row.destination, row.source):
+        if takes_summed(_summed_side(row), row.source):
             table = self._tables[rank][self._cells[rank][entry.piece] :].ctypes.data
             sums = Sums(entry.tensor.shape, entry.box.offset, entry.box.shape, low, table, whole)
             self._wholes[id(sums)] = sums, _Whole(rank, row.label, entry, whole, low, high)
@@ -156,7 +157,8 @@ class Comparison:
             at = len(self._sums)
             self._sums.append(_Sum(rank, first, row.label, entry, tile, to, whole))
             self._found.append(_UNSUMMED)
-            yield Row(to, of, row.label, False, partial(self._sum, at, _all_terms(self._sums[at], to)))
+            summed = partial(self._sum, at, _all_terms(self._sums[at], of if to.device is not None else to))
+            yield Row(to, of, row.label, False, summed)
 
     def forget(self) -> None:
         """Before each run: a sum that is not taken again must not pass."""
@@ -210,6 +212,11 @@ class Comparison:
                 return f"{one.label} {where}: the bytes that are held are not those that rank {one.rank} wrote"
         taken = _box(one.entry, one.tile.taken_low, one.tile.taken_high)
         return f"{one.label} {taken}: differs after the copy from what rank {one.rank} wrote and is held"
+
+
+def _summed_side(row: Row) -> View:
+    """Where a copy is summed: at its destination, where that is not a device's memory."""
+    return row.source if row.destination.device is not None else row.destination
 
 
 def _all_terms(one: _Sum, destination: View) -> list[Term]:

@@ -69,6 +69,11 @@ class Holding:
         return len(self.weights.direct)
 
     @cached_property
+    def on_device(self) -> bool:
+        """Whether a part of it lies in a device's memory."""
+        return any(view.device is not None for view in self.views)
+
+    @cached_property
     def index(self) -> dict[tuple[str, Box], int]:
         """Entry numbers by name and box."""
         return {(entry.tensor.name, entry.box): number for number, entry in enumerate(self.manifest.entries)}

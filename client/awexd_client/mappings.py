@@ -12,6 +12,7 @@ import numpy as np
 
 from awexd.protocol import MAX_FDS
 from awexd_transports.errors import IntegrityError
+from awexd_transports.pinning import register, unregister
 from awexd_transports.segment import MAGIC
 from awexd_transports.threads import default_threads, spread
 
@@ -27,7 +28,7 @@ OpenSegments = Callable[[Sequence[str]], list[int]]
 class Mapping:
     """One mapped segment. Owns the mapping; ``close`` ends it, and every address in it."""
 
-    __slots__ = ("_bytes", "_map", "address", "nbytes")
+    __slots__ = ("_bytes", "_map", "_pinned", "_writable", "address", "nbytes")
 
     def __init__(self, fd: int, nbytes: int, *, writable: bool) -> None:
         if os.fstat(fd).st_size != nbytes:
@@ -39,6 +40,8 @@ class Mapping:
         self._bytes: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = np.frombuffer(self._map, dtype=np.uint8)
         self.address = self._bytes.ctypes.data
         self.nbytes = nbytes
+        self._writable = writable
+        self._pinned: bool | None = None
         _populate(self.address, nbytes, _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ)
 
     def read(self, at: int, nbytes: int) -> memoryview:
@@ -57,7 +60,17 @@ class Mapping:
     def closed(self) -> bool:
         return self._bytes is None
 
+    def pin(self) -> None:
+        """Registers the memory with CUDA, so that devices copy from and to it themselves; tried once.
+
+        Where it is refused, copies are staged by the driver, which is slower.
+        """
+        if self._pinned is None:
+            self._pinned = register(self.address, self.nbytes, read_only=not self._writable)
+
     def close(self) -> None:
+        if self._pinned:
+            unregister(self.address, self.nbytes)
         self._bytes = None
         self._map.close()
 

@@ -34,6 +34,8 @@ class SegmentLayout:
             summed: they also fill the pieces' part of the segment's table of checksums.
         """
         table = table_of(self.manifest, mapping, self._cells[-1]) if summed else None
+        if view.device is not None:
+            mapping.pin()
         for number, entry, box in self.parts[piece]:
             address = mapping.address + piece_at(self.manifest, number)
             destination = View.packed(address, entry.box.shape, entry.tensor.dtype, mapping)

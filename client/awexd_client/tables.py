@@ -139,6 +139,9 @@ def prepare(holding: Holding, sources: Sources, segments: Segments, summed: Coll
     Args:
         summed: the writer ranks whose segments have checksums to compare with; None: nothing is to be compared.
     """
+    if holding.on_device:
+        for mapping in segments.values():
+            mapping.pin()
     copies, first = sources.plan.copies, holding.first_aside
     same = CopyTable(_same(holding, sources, segments))
     if not holding.weights.aside:

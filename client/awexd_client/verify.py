@@ -243,7 +243,7 @@ def _chunks(entry: Entry) -> Iterator[Box]:
 
 
 def _compare_chunk(entry: Entry, box: Box, view: View, checkpoint: Checkpoint) -> Difference | None:
-    live, saved = view.tensor(), checkpoint.read(entry.tensor.name, box, entry.layout)
+    live, saved = view.tensor().cpu(), checkpoint.read(entry.tensor.name, box, entry.layout)
     if saved.dtype != live.dtype:
         if not (saved.is_floating_point() and live.is_floating_point()):
             return Difference(entry.tensor.name, None, f"{live.dtype}, in the checkpoint {saved.dtype}")

@@ -1,4 +1,4 @@
-"""Runs many strided copies in host memory, prepared once and run every step, on a few threads that leave the GIL alone.
+"""Runs many strided copies, prepared once and run every step, on a few threads that leave the GIL alone.
 
 Most rows are jobs of a small library (``kernel``). The others, and all where it is missing, are joined with their
 predecessors where both sides continue, cut into tiles where large (``tiles``) and batched where small. Threads draw
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from awexd_transports.device import DeviceCopies, on_device
 from awexd_transports.errors import InvalidArgument
 from awexd_transports.kernel import Jobs, Sums, takes
 from awexd_transports.threads import MAX_THREADS, default_threads, shut_down_threads, spread
@@ -118,8 +119,11 @@ class CopyTable:
         given = [row if isinstance(row, Row) else Row(*row) for row in rows]
         for row in given:
             _check(row)
-        self._rows = [row for row in given if row.destination.numel]
-        self.nbytes = sum(row.destination.nbytes for row in self._rows)
+        kept = [row for row in given if row.destination.numel]
+        self.nbytes = sum(row.destination.nbytes for row in kept)
+        self._rows = [row for row in kept if not on_device(row)]
+        away = [row for row in kept if on_device(row)]
+        self._away = DeviceCopies(away, CopyTable) if away else None
         rest: list[Row | Flat] = []
         self._taken: list[Row] = []
         for item in _joined(self._rows):
@@ -140,6 +144,8 @@ class CopyTable:
             sharing: processes of this node that copy at the same time.
         """
         wanted = self._threads(threads, sharing)
+        if self._away:
+            self._away.run(threads, sharing)
         if not self._rows:
             return
         work = self._jobs.start()
@@ -153,19 +159,25 @@ class CopyTable:
 
     def wrong(self) -> tuple[Row, int] | None:
         """After a run: the first row with ``sums`` that did not add up to what is stored, and which of its tiles."""
+        if self._away and (away := self._away.wrong()):
+            return away
         found = self._jobs.wrong()
         return (self._taken[found[0]], found[1]) if found else None
 
     def first_difference(self, threads: int | None = None) -> Difference | None:
         """Compare destinations with sources bit by bit (cast rows: with the cast of their source)."""
+        for row in self._away.in_host() if self._away else ():
+            index = _first_index(row)
+            if index is not None:
+                return Difference(row.label, index)
         if not self._rows:
             return None
         found: list[bool] = []
         spread(self._compared, partial(_compare, found), self._threads(threads))
         if not found:
             return None
-        at = ((row.label, _first_index(row)) for row in self._rows)
-        return next((Difference(label, index) for label, index in at if index is not None), None)
+        places = ((row.label, _first_index(row)) for row in self._rows)
+        return next((Difference(label, place) for label, place in places if place is not None), None)
 
     @cached_property
     def _compared(self) -> Sequence[_Batch]:

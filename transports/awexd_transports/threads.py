@@ -26,8 +26,8 @@ def usable_cpus() -> int:
     return max(1, min(len(os.sched_getaffinity(0)), cpu_quota() or MAX_THREADS * 1024))
 
 
-def default_threads(sharing: int = 1) -> int:
-    """This process's share of the usable CPUs, at least 1, at most MOST_USEFUL.
+def default_threads(sharing: int = 1, most: int = MOST_USEFUL) -> int:
+    """This process's share of the usable CPUs, at least 1, at most ``most``.
 
     The machine's load is not asked: with 8 other runnable threads on 2 CPUs, one thread took 1.4 times as long as two
     for the same copies, and as many threads as CPUs slow nobody more than their fair share of time does.
@@ -35,7 +35,7 @@ def default_threads(sharing: int = 1) -> int:
     Args:
         sharing: processes of this node that copy at the same time, this one included, such as the ranks of a trainer.
     """
-    return max(1, min(usable_cpus() // max(1, sharing), MOST_USEFUL))
+    return max(1, min(usable_cpus() // max(1, sharing), most))
 
 
 @lru_cache(maxsize=1)

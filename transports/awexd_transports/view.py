@@ -1,4 +1,7 @@
-"""Memory of this process seen as a strided array: what copies read and write. torch is imported in functions only."""
+"""Memory of this process, or of a CUDA device, seen as a strided array: what copies read and write.
+
+torch is imported in functions only.
+"""
 
 from __future__ import annotations
 
@@ -48,14 +51,15 @@ def array_at(address: int, unit: int, shape: tuple[int, ...], strides: tuple[int
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A strided array in this process's host memory.
+    """A strided array in this process's host memory, or in a device's.
 
     Attributes:
         address: of its first element.
         shape: in elements.
         strides: in bytes.
         dtype: torch's name.
-        owner: kept alive as long as the view is; never looked at.
+        owner: kept alive as long as the view is; of a view of a device the tensor, else never looked at.
+        device: its CUDA ordinal in this process; None: host memory.
     """
 
     address: int
@@ -63,18 +67,19 @@ class View:
     strides: tuple[int, ...]
     dtype: str
     owner: object = field(default=None, repr=False, compare=False)
+    device: int | None = None
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> View:
-        """The memory of a CPU tensor, any strides; it keeps the tensor alive.
+        """The memory of a CPU or CUDA tensor, any strides; it keeps the tensor alive.
 
         Raises:
-            InvalidArgument: not plain host memory: another device, sparse, quantised, lazily conjugated or negated,
+            InvalidArgument: not plain memory: another kind of device, sparse, quantised, lazily conjugated or negated,
                 distributed (give its local tensor), without storage, or of an unknown dtype.
         """
         problem = _why_not_plain(tensor)
         if problem:
-            raise InvalidArgument(f"a tensor that cannot be copied in host memory: {problem}")
+            raise InvalidArgument(f"a tensor that cannot be copied: {problem}")
         size = tensor.element_size()
         return cls(
             tensor.data_ptr(),
@@ -82,6 +87,7 @@ class View:
             tuple(step * size for step in tensor.stride()),
             dtype_name(tensor.dtype),
             tensor,
+            tensor.device.index if tensor.device.type == "cuda" else None,
         )
 
     @classmethod
@@ -119,14 +125,14 @@ class View:
                 raise InvalidArgument(f"{part} is not inside a view of shape {list(self.shape)}")
             address += part.start * step
             shape.append(part.stop - part.start)
-        return View(address, tuple(shape), self.strides, self.dtype, self.owner)
+        return View(address, tuple(shape), self.strides, self.dtype, self.owner, self.device)
 
     def bytes_array(self) -> Array:
-        """The view as bytes, with a last dimension of the element's bytes."""
+        """The view as bytes, with a last dimension of the element's bytes. Host memory only."""
         return array_at(self.address, 1, (*self.shape, self.itemsize), (*self.strides, 1))
 
     def tensor(self) -> torch.Tensor:
-        """A torch tensor over the same memory. It does not keep the owner: hold this view as long as the tensor.
+        """A torch tensor over the same memory. In host memory it does not keep the owner: hold this view as long.
 
         Raises:
             InvalidArgument: strides that torch cannot have (negative, or not whole elements).
@@ -136,6 +142,11 @@ class View:
         import torch
 
         size = self.itemsize
+        if self.device is not None:
+            owner: Any = self.owner
+            offset = owner.storage_offset() + (self.address - owner.data_ptr()) // size
+            live: torch.Tensor = owner.as_strided(self.shape, tuple(step // size for step in self.strides), offset)
+            return live
         if any(step < 0 or step % size for step in self.strides):
             raise InvalidArgument(f"strides of {list(self.strides)} bytes are not a torch tensor's")
         if not self.numel:
@@ -153,8 +164,8 @@ def _why_not_plain(tensor: torch.Tensor) -> str | None:
         return f"{type(tensor).__name__} is not a tensor"
     if hasattr(tensor, "to_local"):
         return f"a {type(tensor).__name__}; give its local tensor (to_local())"
-    if tensor.device.type != "cpu":
-        return f"on device {tensor.device}, not in host memory"
+    if tensor.device.type not in ("cpu", "cuda"):
+        return f"on device {tensor.device}; only host memory and CUDA devices are known"
     if tensor.layout != torch.strided or tensor.is_nested:
         return f"layout {'nested' if tensor.is_nested else tensor.layout}, not strided"
     if tensor.is_quantized:

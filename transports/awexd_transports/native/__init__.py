@@ -14,7 +14,7 @@ from pathlib import Path
 __all__ = ["LIBRARY", "VERSION", "load"]
 
 LIBRARY = "libawexd_copy.so"
-VERSION = 1
+VERSION = 2
 """Of the library's functions; ``awexd_native_version`` in copy.c returns it."""
 
 _HERE = Path(__file__).parent

@@ -115,6 +115,8 @@ INLINE uint64_t sum_run(const struct keys *keys, const uint8_t *held, int64_t nb
 
 /* memmove copies runs of 2 KiB to 1 MiB by `rep movsb`, at half the speed where the two sides are not aligned alike. */
 INLINE void copy_run(uint8_t *to, const uint8_t *from, int64_t nbytes, int stream) {
+    if (to == from) /* only summed: a device has copied it, or will */
+        return;
 #if defined(__SSE2__)
     if (nbytes >= STREAM_RUN) {
         int64_t head = -(int64_t)(uintptr_t)to & 63;
@@ -321,5 +323,5 @@ EXPORT int64_t awexd_job_bytes(void) {
 
 /* To be raised, with VERSION in __init__.py, when a function or a structure changes. */
 EXPORT uint64_t awexd_native_version(void) {
-    return 1;
+    return 2;
 }
