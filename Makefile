@@ -41,7 +41,7 @@ demo: $(DEMO) $(PACKAGE) ## train, swap weights, generate, on this machine; ARGS
 test: $(DEV) $(DEMO) $(PACKAGE) engines ## run the tests; PYTEST_ARGS goes to pytest
 	$(BIN)/python -m pytest -q --durations=10 $(PYTEST_ARGS)
 
-test-gpu: $(DEV) $(PACKAGE) ## run the tests that need an NVIDIA GPU; GPU_PYTHON names another python
+test-gpu: $(DEV) $(PACKAGE) ## run the tests that need an NVIDIA GPU; GPU_PYTHON names another python that has awexd
 	$(GPU_PYTHON) -m pytest -q tests/gpu $(PYTEST_ARGS)
 
 check: $(DEV) $(PACKAGE) ## ruff and mypy

@@ -108,6 +108,7 @@ class Engines:
         if call.arguments["error"]:
             job, worker = self._store.worker_of(call.session)
             worker.failure = Failure(*call.arguments["error"])
+            worker.verified = None if call.arguments["dirty"] else worker.verified
             state = "which is dirty now" if call.arguments["dirty"] else "which was not touched"
             text = f"engine {worker.engine} rank {worker.rank}, {state}: {worker.failure.message}"
             self._service.note("failed", job.name, text, logging.WARNING)

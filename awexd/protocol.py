@@ -33,8 +33,8 @@ MAX_KEEP = 16
 MAX_STEP = 1 << 53
 MAX_REASONS = 64
 """Kinds of reasons why an engine loads tensors itself that a worker tells."""
-MAX_DIFFERENCES = 64
-"""Tensors that are not a checkpoint's that a worker names."""
+MAX_DIFFERENCES = 8
+"""Tensors that are not a checkpoint's that a worker names: all workers of an engine fit one answer."""
 
 Message = dict[str, Any]
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from awexd.protocol import MAX_FDS
+from awexd_transports.cuda.pinning import register, unregister
 from awexd_transports.errors import IntegrityError
-from awexd_transports.pinning import register, unregister
 from awexd_transports.segment import MAGIC
 from awexd_transports.threads import default_threads, spread
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from awexd_transports import gather
 from awexd_transports.copy import CopyTable, Difference, Row, View
-from awexd_transports.device import BATCH
+from awexd_transports.cuda import gather
+from awexd_transports.cuda.copies import BATCH
 from awexd_transports.dtypes import ITEMSIZE
 from awexd_transports.errors import InvalidArgument
 

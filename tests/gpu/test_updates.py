@@ -12,8 +12,10 @@ import torch
 from safetensors.torch import save_file
 
 from awexd_client import IntegrityError, Shard, WeightWriter, WorkerWeightsReader
-from awexd_transports import kernel, native, pinning
+from awexd_transports import kernel, native
+from awexd_transports.cuda import pinning
 from tests.daemons import Daemon
+from tests.engines.vllm.workers.trainer import corrupt
 
 Tensors = dict[str, torch.Tensor]
 
@@ -140,7 +142,7 @@ def test_corrupted_byte_is_found(daemon: Daemon) -> None:
         reader.register(target)
         good = publish(writer, live, 1)
         reader.update()
-        corrupt(publish(writer, live, 2)["b.weight"])
+        corrupt(publish(writer, live, 2)["b.weight"].cpu())
         with pytest.raises(IntegrityError, match=r"b\.weight"):
             reader.update()
         assert reader.state == "dirty"
@@ -231,17 +233,3 @@ def test_updates_leave_no_memory_behind(daemon: Daemon) -> None:
         assert torch.cuda.memory_allocated() == before
         assert torch.cuda.max_memory_allocated() == before, "a device is copied from and to without memory of its own"
         assert len(os.listdir("/proc/self/fd")) == fds
-
-
-def corrupt(tensor: torch.Tensor) -> None:
-    """Flips a bit of the newest held copy of these values."""
-    body = tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    for name in os.listdir("/dev/shm"):
-        if name.startswith("awexd-"):
-            with open(f"/dev/shm/{name}", "r+b") as file:
-                at = file.read().find(body)
-                if at >= 0:
-                    file.seek(at + 5)
-                    file.write(bytes([body[5] ^ 0x10]))
-                    return
-    raise LookupError("no shared memory holds that tensor")

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from awexd_transports.gather import TILE, tiles_of
+from awexd_transports.cuda.gather import TILE, tiles_of
 from awexd_transports.view import View, array_at
 
 MOST = {0: 1, 1: 50_000, 2: 300, 3: 50, 4: 16}

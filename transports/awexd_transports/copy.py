@@ -2,7 +2,7 @@
 
 Most rows are jobs of a small library (``kernel``). The others, and all where it is missing, are joined with their
 predecessors where both sides continue, cut into tiles where large (``tiles``) and batched where small. Threads draw
-from one queue.
+from one queue. What a device has a part in goes by ``cuda.copies``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from awexd_transports.device import DeviceCopies, on_device
+from awexd_transports.cuda.copies import DeviceCopies, on_device
 from awexd_transports.errors import InvalidArgument
 from awexd_transports.kernel import Jobs, Sums, takes
 from awexd_transports.threads import MAX_THREADS, default_threads, shut_down_threads, spread

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from awexd_client import IntegrityError, WeightReader, WeightWriter
+from awexd_client import AwexdError, IntegrityError, WeightReader, WeightWriter, WorkerWeightsReader
 from awexd_client.vllm import VLLMServer
 from tests.daemons import Daemon
 from tests.engines.matrix import line
@@ -35,6 +35,10 @@ def test_both_replicas_follow(family: str, models: Path, place: Path, served: Da
     ):
         trainer = Trainer(writer, folder)
         assert _all_say(server, old)
+        with WorkerWeightsReader("dp", "rollout-1", 0, 1, served.socket) as other:
+            other.register(trainer.held)
+            with pytest.raises(AwexdError, match="rank 0 of engine rollout-1 is registered by process"):
+                VLLMServer(server.url).connect("dp", "rollout", served.socket)
         workers = VLLMServer(server.url).connect("dp", "rollout", served.socket)
         with WeightReader("dp", "rollout", workers, served.socket) as reader:
             reader.update(trainer.publish(1, "new"))

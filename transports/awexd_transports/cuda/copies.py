@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from awexd_transports import gather
-from awexd_transports.gather import Gather
+from awexd_transports.cuda import gather
+from awexd_transports.cuda.gather import Gather
 from awexd_transports.threads import default_threads
 from awexd_transports.tiles import flat_run
 from awexd_transports.view import View
