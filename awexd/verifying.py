@@ -43,14 +43,18 @@ def main(arguments: argparse.Namespace) -> int:
             "differences": [{"name": one.name, "index": one.index, "text": str(one)} for one in found.differences],
             "unseen": found.unseen,
             "aside": dict(found.aside),
+            "more": found.more,
         }
         print(orjson.dumps(told, option=orjson.OPT_INDENT_2).decode())
         return 1 if found.differences else 0
     version = what["version"]
     known = f"epoch {version[0]} step {version[1]}" if version else "weights of no version"
-    print(f"{known}: {found.tensors} tensors, {found.nbytes} bytes: {len(found.differences) or 'none'} differ")
+    count = len(found.differences) + found.more
+    print(f"{known}: {found.tensors} tensors, {found.nbytes} bytes: {count or 'none'} differ")
     for one in found.differences:
         print(f"  {one}")
+    if found.more:
+        print(f"  and {found.more} more")
     for name, why in found.aside.items():
         print(f"  not compared: {name}: {why}")
     if found.unseen:

@@ -285,11 +285,9 @@ def _error(told: dict[str, str] | None, passed_on: Exception | None) -> Exceptio
 def _verified(worker: dict[str, Any]) -> Verified:
     said = worker["verified"]
     differences = tuple(map(Difference.heard, said["differences"]))
-    more = said["differing"] - len(differences)
-    if more > 0:
-        differences += (Difference("others", None, f"{more} more tensors of rank {worker['rank']} differ"),)
     aside = {first if count == 1 else f"{first} and {count - 1} more": why for why, count, first in worker["aside"]}
-    return Verified(said["tensors"], said["nbytes"], differences, (), aside)
+    more = said["differing"] - len(differences)
+    return Verified(said["tensors"], said["nbytes"], differences, (), aside, more)
 
 
 def _result(worker: dict[str, Any], version: VersionKey) -> UpdateResult:

@@ -91,7 +91,7 @@ class WeightReader:
 
         Raises:
             IntegrityError: a tensor is not the checkpoint's; ``details["differences"]`` has one of each.
-            InvalidArgument: that is no checkpoint.
+            InvalidArgument: that is no checkpoint (behind an engine's own calls an AwexdError that says so).
             DeadlineExceeded: it took longer.
         """
         return self.compare(checkpoint_dir, timeout).check()

@@ -77,6 +77,7 @@ class Verified:
         unseen: names that only the checkpoint has (another rank has them, or nobody). Not told by workers that are
             reached through their engine's calls.
         aside: names that were not compared, since their engine keeps them in another form, and why.
+        more: tensors that differ beyond ``differences``, at least: a worker behind an engine's calls names a few.
     """
 
     tensors: int
@@ -84,6 +85,7 @@ class Verified:
     differences: tuple[Difference, ...] = ()
     unseen: tuple[str, ...] = ()
     aside: Mapping[str, str] = field(default_factory=dict)
+    more: int = 0
 
     @classmethod
     def joined(cls, found: Sequence[Verified]) -> Verified:
@@ -99,6 +101,7 @@ class Verified:
             tuple(first.values()),
             tuple(sorted(unseen - aside.keys())),
             aside,
+            max((one.more for one in found), default=0),
         )
 
     def check(self) -> Self:
@@ -111,8 +114,8 @@ class Verified:
             return self
         rest = abbreviate(difference.name for difference in self.differences[1:])
         raise IntegrityError(
-            f"{len(self.differences)} of {self.tensors} tensors are not the checkpoint's: {self.differences[0]}"
-            + (f"; also {rest}" if rest else ""),
+            f"{len(self.differences) + self.more} of {self.tensors} tensors are not the checkpoint's:"
+            f" {self.differences[0]}" + (f"; also {rest}" if rest else ""),
             {"differences": [str(difference) for difference in self.differences]},
         )
 

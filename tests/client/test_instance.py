@@ -314,3 +314,24 @@ def test_what_an_engine_keeps_in_another_form_is_named_not_compared(
             instance.update()
             found = instance.verify(tmp_path)
             assert (found.tensors, found.aside) == (1, {"b": "it is kept negated"})
+
+
+def test_many_differences_are_counted_and_a_few_named(daemon: Daemon, tmp_path: Path) -> None:
+    held = {f"w{at:02}": torch.full((3,), float(at)) for at in range(20)}
+    save_file(held, tmp_path / "model.safetensors")
+    with (
+        WeightWriter("many", 0, 1, daemon.socket) as writer,
+        WorkerWeightsReader("many", "e", 0, 1, daemon.socket) as reader,
+    ):
+        writer.register(held)
+        writer.publish(1)
+        live = {name: torch.zeros(3) for name in held}
+        reader.register(live)
+        with WeightReader("many", "e", Crew([Failing(reader, Negating())]), daemon.socket) as instance:
+            instance.update()
+            for tensor in live.values():
+                tensor.add_(1)
+            found = instance.compare(tmp_path)
+            assert (len(found.differences), found.more) == (8, 12)
+            with pytest.raises(IntegrityError, match="20 of 20 tensors are not the checkpoint's: w00"):
+                found.check()
