@@ -176,13 +176,18 @@ def _status(answer: Answer) -> list[str]:
         f"sessions: {answer['sessions']}",
     ]
     for job in answer["jobs"]:
-        held = ", ".join(f"{epoch}.{step}" for epoch, step in job["held"]) or "none"
+        held, borrowed = (
+            ", ".join(f"{epoch}.{step}" for epoch, step in job[kind]) or "none" for kind in ("held", "borrowed")
+        )
         lines += [
             "",
             f"job {job['job']}: epoch {job['epoch']}, writers {len(job['writers'])} of {job['world_size']}, "
             f"{_size(job['bytes'])}",
-            f"  held (epoch.step): {held}; borrowed: none",
+            f"  held (epoch.step): {held}; borrowed: {borrowed}",
         ]
+        if choice := job["choice"]:
+            how = "borrowed" if choice["borrowed"] else "through host memory"
+            lines.append(f"  step {choice['step']} {how}: {choice['reason']}")
         lines += [
             f"  step {attempt['step']} is being written: ranks {attempt['ranks']}, sealed {attempt['sealed']}"
             for attempt in job["open"]

@@ -28,6 +28,7 @@ from awexd.control import Control
 from awexd.conversation import Conversation
 from awexd.engines import Engines
 from awexd.journal import Journal
+from awexd.lending import Lenders
 from awexd.listener import listening
 from awexd.memory import Memory
 from awexd.protocol import Message, check_hello, hello
@@ -130,7 +131,7 @@ class Daemon:
         self._service = Service(settings, self._store, memory, journal, background)
         self._session_ids = (f"s{n}" for n in itertools.count(1))
         self._sessions: dict[asyncio.Task[None], Channel] = {}
-        for operations in (Trainers, Engines, Report, Control):
+        for operations in (Trainers, Lenders, Engines, Report, Control):
             operations(self._service)
 
     async def adopt(self) -> None:
@@ -143,7 +144,7 @@ class Daemon:
 
     def summary(self) -> str:
         """One line for systemd's status and the log."""
-        held = sum(len(job.held()) for job in self._store.jobs.values())
+        held = sum(not version.borrowed for job in self._store.jobs.values() for version in job.held())
         return f"{len(self._store.jobs)} jobs, {held} versions held, {len(self._store.sessions)} sessions"
 
     async def accept(self, listener: socket.socket) -> None:
@@ -171,7 +172,7 @@ class Daemon:
         self._background.stop_timers()
         for job in self._store.jobs.values():
             held = {segment_id for version in job.versions.values() for segment_id in version.segments}
-            for segment_id in job.segments.keys() - held:
+            for segment_id in job.segments.keys() - held - self._service.lent.keys():
                 self._background.thread(self._memory.unlink, segment_id)
         await self._background.threads_done()
 

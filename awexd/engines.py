@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 
@@ -61,6 +62,7 @@ class Engines:
             )
         worker = self._store.worker_of(call.session)[1]
         worker.aside = arguments["aside"] or []
+        worker.devices = frozenset(arguments["devices"] or ())
         who = f"engine {engine} rank {worker.rank} of {arguments['world_size']} (process {call.peer.pid})"
         self._service.note("joined", name, f"{who} registered")
         return Reply({"job": name, "epoch": job.epoch, "updates": worker.round})
@@ -78,7 +80,9 @@ class Engines:
         seconds = min(call.arguments["lease_ms"] / 1000, self._service.settings.lease_ttl)
         resolved = self._store.resolve(call.session, step, seconds, stage, time.monotonic())
         if isinstance(resolved, Wait):
+            worker.waiting_until = worker.waiting_until if stage else self._until(call)
             return resolved
+        worker.waiting_until = 0.0
         version, lease = resolved
         worker.failure = worker.failure if stage else None
         segments = [job.segments[segment_id] for segment_id in version.segments]
@@ -89,18 +93,23 @@ class Engines:
             "lease_ms": int(seconds * 1000),
             "updates": None if stage else worker.round + 1,
             "set": version.set_digest,
-            "segments": [[s.id, HEADER_BYTES + s.nbytes, s.checksums] for s in segments],
+            "segments": [[s.id, s.nbytes if s.borrowed else HEADER_BYTES + s.nbytes, s.checksums] for s in segments],
+            "borrowed": version.borrowed,
+            "reason": version.reason,
         }
         return Reply(body)
 
     def _confirm(self, call: Call) -> Reply:
-        _, worker = self._store.worker_of(call.session)
+        job, worker = self._store.worker_of(call.session)
+        lease = self._store.leases.get(call.arguments["lease"])
+        version = job.versions.get(lease.key) if lease else None
         try:
             epoch, step = self._store.confirm(call.session, call.arguments["lease"], time.monotonic())
         finally:
             worker.verified = None
             if worker.version:
-                worker.result = Result(*(call.arguments[field] for field in Result._fields))
+                told = (call.arguments[field] for field in ("nbytes", "stage_us", "pause_us"))
+                worker.result = Result(*told, *((version.borrowed, version.reason) if version else ()))
         return Reply({"epoch": epoch, "step": step, "updates": worker.round})
 
     def _release(self, call: Call) -> Reply:
@@ -125,5 +134,12 @@ class Engines:
         return Reply({})
 
     def _wait(self, call: Call) -> Reply | Wait:
+        _, worker = self._store.worker_of(call.session)
         newest = self._store.newest_since(call.session, call.arguments["step"])
+        worker.waiting_until = self._until(call) if isinstance(newest, Wait) else 0.0
         return newest if isinstance(newest, Wait) else Reply({"epoch": newest[0], "step": newest[1]})
+
+    @staticmethod
+    def _until(call: Call) -> float:
+        """The end of a request that waits, on the store's clock: loops may count from another moment."""
+        return time.monotonic() + call.deadline - asyncio.get_running_loop().time()

@@ -71,7 +71,8 @@ class Journal:
             "epoch": job.epoch,
             "world_size": job.world_size,
             "keep": job.keep,
-            "high": job.high,
+            # A borrowed version goes with this daemon: its writer may publish the step again to the next.
+            "high": min([job.high, *(key[1] - 1 for key, version in job.versions.items() if version.borrowed)]),
             "uids": sorted(job.uids),
             "gids": sorted(job.gids),
             "withdrawn": list(job.withdrawn),

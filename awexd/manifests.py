@@ -13,6 +13,8 @@ from awexd_transports.layout import MAX_MANIFEST_BYTES, body_digest
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_WRITE = 1, 2, 4, 8
 SEALS = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW | _SEAL_WRITE
+LENT_SEALS = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW
+"""Of a memfd that its maker goes on writing into: nobody who maps it can be made to fault."""
 
 
 def sealed_memfd(name: str, parts: Iterable[bytes]) -> int:
@@ -30,17 +32,37 @@ def sealed_memfd(name: str, parts: Iterable[bytes]) -> int:
     return fd
 
 
+def lasting_memfd(name: str, nbytes: int) -> int:
+    """A memfd of zeros whose size nobody can change; the caller closes it."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, _F_ADD_SEALS, LENT_SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def seals_of(fd: int) -> int:
+    """Of a memfd.
+
+    Raises:
+        ProtocolError: it is none.
+    """
+    try:
+        return fcntl.fcntl(fd, _F_GET_SEALS)
+    except OSError as error:
+        raise ProtocolError("a body must travel as a memfd") from error
+
+
 def read_sealed(fd: int, limit: int = MAX_MANIFEST_BYTES) -> bytes:
     """The bytes of a sealed memfd, read, never mapped.
 
     Raises:
         ProtocolError: not a memfd, not sealed, or larger than ``limit``.
     """
-    try:
-        seals = fcntl.fcntl(fd, _F_GET_SEALS)
-    except OSError as error:
-        raise ProtocolError("a body must travel as a memfd") from error
-    if seals & SEALS != SEALS:
+    if seals_of(fd) & SEALS != SEALS:
         raise ProtocolError("a body's memfd must be sealed against writing, growing and shrinking")
     size = os.fstat(fd).st_size
     if size > limit:

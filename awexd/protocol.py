@@ -19,7 +19,7 @@ import orjson
 
 from awexd_transports.errors import AwexdError, InvalidArgument, ProtocolError
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_FRAME_BYTES = 1 << 20
 MAX_FDS = 128
 """Descriptors on one frame (the kernel takes 253)."""
@@ -31,6 +31,9 @@ MAX_DEADLINE_MS = 24 * 3600 * 1000
 MAX_WORLD_SIZE = 4096
 MAX_KEEP = 16
 MAX_STEP = 1 << 53
+MAX_DEVICES = 64
+"""GPUs that one process sees."""
+MODES = ("auto", "host", "direct")
 MAX_REASONS = 64
 """Kinds of reasons why an engine loads tensors itself that a worker tells."""
 MAX_DIFFERENCES = 8
@@ -193,6 +196,10 @@ def _numbers(value: Any) -> bool:
     return _numbers_up_to(1 << 32, value)
 
 
+def _uuids(value: Any) -> bool:
+    return isinstance(value, list) and len(value) <= MAX_DEVICES and all(map(_text, value))
+
+
 def _digest(value: Any) -> bool:
     return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
 
@@ -255,6 +262,7 @@ OPERATIONS: dict[str, dict[str, Check]] = {
         "epoch": _epoch,
         "after": _optional(_STEP),
         "keep": _whole(1, MAX_KEEP),
+        "mode": lambda value: value in MODES,
         "digest": _digest,
     },
     "write.ready": {},
@@ -269,6 +277,11 @@ OPERATIONS: dict[str, dict[str, Check]] = {
         "reason": _sentence,
     },
     "write.committed": _ATTEMPTED,
+    "write.lend": {"nbytes": _whole(1, 1 << 60), "devices": _uuids},
+    "write.choose": {"step": _STEP, "set": _digest},
+    "write.borrow": {"step": _STEP, "set": _digest, "segment": _text, "checksums": _boolean},
+    "write.captured": {**_ATTEMPTED, "at_once": _boolean},
+    "write.revoke": {},
     # an inference process
     "read.sources": {"job": _text, "set": _optional(_digest)},
     "read.register": {
@@ -279,6 +292,7 @@ OPERATIONS: dict[str, dict[str, Check]] = {
         "version": _optional(_version),
         "updates": _optional(_STEP),
         "aside": _optional(_reasons),
+        "devices": _optional(_uuids),
     },
     "read.siblings": {},
     "read.resolve": {"step": _optional(_STEP), "lease_ms": _whole(1, MAX_DEADLINE_MS), "stage": _boolean},
@@ -297,6 +311,7 @@ OPERATIONS: dict[str, dict[str, Check]] = {
     # both
     "segment.open": {"ids": _ids},
     "segment.closed": {"ids": _ids},
+    "segment.dropped": {},
     "goodbye": {},
     # a job's owner, and commands
     "job.close": {"job": _text},

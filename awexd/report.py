@@ -14,7 +14,7 @@ import orjson
 from awexd import __version__, access
 from awexd.service import EVENTS, Call, Reply, Service
 from awexd.store import Wait
-from awexd.store.model import Engine, Job, SegmentState, Worker, Writer
+from awexd.store.model import Engine, Job, SegmentState, Version, Worker, Writer
 from awexd_transports.errors import VersionUnavailable
 
 PAGE_BYTES = 1 << 18
@@ -63,11 +63,12 @@ class Report:
                 "job": job.name,
                 "epoch": version.key[0],
                 "step": version.key[1],
-                "kind": "held",
+                "kind": "borrowed" if version.borrowed else "held",
+                "reason": version.reason,
                 "bytes": version.nbytes,
                 "ranks": len(version.segments),
                 "leases": len(version.leases),
-                "state": "withdrawn" if version.withdrawn else "retiring" if version.retired else "held",
+                "state": _state(version),
                 "manifests": version.set_digest,
             }
             for job in jobs
@@ -178,21 +179,28 @@ def _job(job: Job) -> dict[str, Any]:
         "keep": job.keep,
         "last_step": job.high if job.high >= 0 else None,
         "writers": sorted(job.writers),
-        "held": [list(version.key) for version in job.held()],
-        "borrowed": [],
+        "held": [list(version.key) for version in job.held() if not version.borrowed],
+        "borrowed": [list(version.key) for version in job.held() if version.borrowed],
+        "choice": job.choice._asdict() if job.choice else None,
         "open": [
             {"step": step, "sealed": sorted(attempt.sealed), "ranks": sorted(attempt.segments)}
             for step, attempt in sorted(job.attempts.items())
         ],
         "segments": _segments(job),
-        "bytes": sum(segment.nbytes for segment in job.segments.values()),
+        "bytes": sum(segment.nbytes for segment in job.segments.values() if not segment.borrowed),
         "locked": all(segment.locked for segment in job.segments.values()),
     }
 
 
+def _state(version: Version) -> str:
+    if version.withdrawn:
+        return "withdrawn"
+    return "retiring" if version.retired else "borrowed" if version.borrowed else "held"
+
+
 def _segments(job: Job) -> dict[str, int]:
     """How many of each state. One that is granted has nothing of a version yet: it counts as free."""
-    states = Counter(segment.state for segment in job.segments.values())
+    states = Counter(segment.state for segment in job.segments.values() if not segment.borrowed)
     states[SegmentState.FREE] += states.pop(SegmentState.GRANTED, 0)
     return {state.value: states[state] for state in SegmentState if state is not SegmentState.GRANTED}
 
@@ -202,6 +210,7 @@ def _worker(worker: Worker) -> dict[str, Any]:
         "rank": worker.rank,
         "pid": worker.pid,
         "state": worker.state,
+        "waiting": worker.waiting_until > time.monotonic(),
         "version": list(worker.version) if worker.version else None,
         "result": worker.result._asdict() if worker.result else None,
         "failure": worker.failure._asdict() if worker.failure else None,

@@ -1,6 +1,7 @@
 """How requests are carried out over one store, and what follows from a change of it.
 
-The operations are those of :mod:`awexd.trainers`, :mod:`awexd.engines`, :mod:`awexd.report` and :mod:`awexd.control`.
+The operations are those of :mod:`awexd.trainers`, :mod:`awexd.lending`, :mod:`awexd.engines`, :mod:`awexd.report` and
+:mod:`awexd.control`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from awexd_transports.errors import (
     AccessDenied,
     DeadlineExceeded,
     ProtocolError,
+    VersionUnavailable,
 )
 
 Arguments = dict[str, Any]
@@ -76,6 +78,8 @@ class Service:
         self.background = background
         self.changes = Signals()
         self.events = Events()
+        self.lent: dict[str, int] = {}
+        """What describes borrowed segments: a memfd each."""
         self._settling = self._expiring = self._noted = False
         self._operations: dict[str, Operation] = {
             "segment.open": self._segment_open,
@@ -139,7 +143,10 @@ class Service:
                 self.memory.clear(segment.id)
         store.to_clear.clear()
         for segment in store.to_unlink:
-            self.background.thread(self.memory.unlink, segment.id)
+            if segment.borrowed:
+                os.close(self.lent.pop(segment.id))
+            else:
+                self.background.thread(self.memory.unlink, segment.id)
         store.to_unlink.clear()
 
     def end_session(self, session: Session, *, unmapped: bool, why: str) -> None:
@@ -173,7 +180,10 @@ class Service:
         try:
             for segment_id in call.arguments["ids"]:
                 segment, writable = self._permitted(call.session, segment_id)
-                opened.append(self.memory.descriptor(segment_id, writable=writable))
+                if segment.borrowed:
+                    opened.append(os.dup(self.lent[segment_id]))
+                else:
+                    opened.append(self.memory.descriptor(segment_id, writable=writable))
                 self.store.opened(call.session, segment)
         except BaseException:
             for fd in opened:
@@ -194,6 +204,8 @@ class Service:
         if session.worker:
             job, _ = self.store.worker_of(session)
             leased = {key for lease in session.leases for key in job.versions[self.store.leases[lease].key].segments}
+            if segment_id in leased and segment_id not in job.segments:
+                raise VersionUnavailable(f"{job.name}: its writer has taken back the memory that this version was in")
             if segment_id in leased:
                 return job.segments[segment_id], False
         raise AccessDenied(f"segment {segment_id}: neither written nor leased by this session")

@@ -52,6 +52,7 @@ class Trainers:
                 epoch=arguments["epoch"],
                 after=arguments["after"],
                 keep=arguments["keep"],
+                mode=arguments["mode"],
             )
         job.owner_uid = call.peer.uid
         if opened:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from awexd.store.model import Job, Lease, Segment, SegmentState, Version, Worker, Writer
+from awexd.store.slots import abort
 from awexd_transports.errors import InvalidArgument
 from awexd_transports.layout import digest_of
 
@@ -108,12 +109,13 @@ class Ledger:
         """Retires versions beyond ``keep`` and frees what no lease holds."""
         self.touched.add(job.name)
         if len(job.versions) > max(job.keep, 1):
-            for version in job.held()[max(job.keep, 1) :]:
+            for version in [version for version in job.held() if not version.borrowed][max(job.keep, 1) :]:
                 version.retired = True
         for version in [v for v in job.versions.values() if v.leaving and not v.leases]:
             del job.versions[version.key]
             for segment_id in version.segments:
-                self._free(job, job.segments[segment_id])
+                if segment_id in job.segments:  # a borrowed one may have been taken back
+                    self._free(job, job.segments[segment_id])
         free = [segment for segment in job.segments.values() if segment.state is SegmentState.FREE]
         for segment in free:
             self._free(job, segment)
@@ -121,14 +123,17 @@ class Ledger:
 
     def _trim(self, job: Job) -> None:
         """A lowered ``keep`` needs fewer slots."""
-        for segment in [segment for segment in job.segments.values() if segment.state is SegmentState.FREE]:
+        for segment in [one for one in job.segments.values() if one.state is SegmentState.FREE and not one.borrowed]:
             writer = job.writers.get(segment.rank)
             if writer is not None and writer.nbytes == segment.nbytes:
-                alike = [s for s in job.segments.values() if s.rank == segment.rank and s.nbytes == segment.nbytes]
+                alike = [s for s in job.slots(segment.rank) if s.nbytes == segment.nbytes]
                 if len(alike) > job.keep + 1:
                     self._unlink(job, segment)
 
     def _free(self, job: Job, segment: Segment) -> None:
+        if segment.borrowed:  # its writer's, until that takes it back
+            segment.state = SegmentState.FREE
+            return
         if segment.state is SegmentState.HELD:
             self.to_clear.append(segment)
         segment.state, segment.digest, segment.checksums = SegmentState.FREE, "", False
@@ -144,6 +149,23 @@ class Ledger:
             if session_id in self.sessions:
                 self.sessions[session_id].to_drop.add(segment.id)
         self.to_unlink.append(segment)
+        if segment.borrowed and segment.users:
+            job.closing[segment.id] = segment
+        self.touched.add(job.name)
+
+    def _reclaim(self, job: Job, rank: int, why: str) -> None:
+        """Takes a rank's own memory back: versions that borrow it are withdrawn, and readers told to close it."""
+        segment = job.lent(rank)
+        if segment is None:
+            return
+        for step, attempt in list(job.attempts.items()):
+            if segment.id in attempt.segments.values():
+                abort(job, step, why)
+        gone = [version for version in job.versions.values() if segment.id in version.segments]
+        for version in gone:
+            version.withdrawn = True
+        self._unlink(job, segment)
+        self._withdrawn(job)
 
     def _jobs_of(self, session: Session) -> list[Job]:
         names = {role[0] for role in (session.writer, session.worker) if role}

@@ -55,6 +55,9 @@ class Segment:
         users: sessions that were given a mapping and have not given it back.
         unsafe: a process that cannot be asked may still touch the memory: never reused, replaced once it is free.
         locked: its pages are locked in memory.
+        borrowed: it is the memory of the writer's own process, in which its live parameters lie. The daemon has handles
+            of it only; there is one a rank, for one version at a time, and ``session`` is its writer's for good.
+        devices: of a borrowed one: the UUIDs of the GPUs it is on.
     """
 
     id: str
@@ -67,6 +70,8 @@ class Segment:
     users: set[str] = field(default_factory=set)
     unsafe: bool = False
     locked: bool = False
+    borrowed: bool = False
+    devices: frozenset[str] = frozenset()
 
     @property
     def sealed(self) -> bool:
@@ -81,12 +86,18 @@ class Segment:
 
 @dataclass(slots=True)
 class Writer:
-    """One registered training process; ``reserved`` is the set of manifests that its segment layout was made for."""
+    """One registered training process.
+
+    Attributes:
+        mode: ``"auto"``, ``"direct"`` or ``"host"``; the same for all ranks.
+        reserved: the set of manifests that its segment layout was made for.
+    """
 
     session: str
     pid: int
     rank: int
     digest: str
+    mode: str = "auto"
     reserved: str = ""
     segment_digest: str = ""
     nbytes: int = 0
@@ -98,11 +109,20 @@ class Rendezvous:
 
     world_size: int
     keep: int
+    mode: str
     writers: dict[int, Writer] = field(default_factory=dict)
 
     @property
     def absent(self) -> list[int]:
         return [rank for rank in range(self.world_size) if rank not in self.writers]
+
+
+class Choice(NamedTuple):
+    """How a step is published by all ranks: the first one's asking decides. ``reason``: why so, for people."""
+
+    step: int
+    borrowed: bool
+    reason: str
 
 
 @dataclass(slots=True)
@@ -112,6 +132,7 @@ class Attempt:
     number: int
     epoch: int
     step: int
+    borrowed: bool = False
     segments: dict[int, str] = field(default_factory=dict)
     digests: dict[int, str] = field(default_factory=dict)
     sealed: set[int] = field(default_factory=set)
@@ -124,6 +145,8 @@ class Version:
     Attributes:
         retired: beyond ``keep``; here only until its leases end, and still good for a round that it was fixed to.
         withdrawn: rolled back or dropped; here only until its leases end, and good for nobody.
+        borrowed: its bytes are the writers' live parameters; withdrawn before those change.
+        reason: why it is borrowed, or is not.
     """
 
     key: VersionKey
@@ -135,6 +158,8 @@ class Version:
     leases: set[str] = field(default_factory=set)
     retired: bool = False
     withdrawn: bool = False
+    borrowed: bool = False
+    reason: str = ""
 
     @property
     def leaving(self) -> bool:
@@ -162,6 +187,8 @@ class Result(NamedTuple):
     nbytes: int
     stage_us: int
     pause_us: int
+    borrowed: bool = False
+    reason: str = ""
 
 
 class Failure(NamedTuple):
@@ -177,6 +204,8 @@ class Worker:
 
     Attributes:
         aside: why its engine loads tensors itself: (reason, how many, the first) each.
+        devices: UUIDs of the GPUs whose memory it can open; none where it takes no borrowed version.
+        waiting_until: it has asked for a version that is still to come, until then.
         failure: since it was last given a version.
         verified: what came of the last comparison of its version with a checkpoint, as ``read.verified`` told it.
     """
@@ -192,6 +221,8 @@ class Worker:
     state: str = "empty"
     version: VersionKey | None = None
     aside: list[list[str | int]] = field(default_factory=list)
+    devices: frozenset[str] = frozenset()
+    waiting_until: float = 0.0
     result: Result | None = None
     failure: Failure | None = None
     verified: dict[str, Any] | None = None
@@ -265,6 +296,9 @@ class Job:
         epoch: 0 until the first trainer has registered.
         high: highest step committed or withdrawn in this epoch; -1 for none. Steps are never used twice.
         withdrawn: attempts whose versions were rolled back or dropped, the last of them: they must not come back.
+        choice: how the step that is being published is; of a step that is over it says nothing.
+        returned: the last borrowed version that its writers took back once every engine had it, unless rolled back.
+        closing: borrowed segments that are given up and that some reader has still mapped.
         idle_since: when its last session ended; None while it has one.
     """
 
@@ -284,6 +318,9 @@ class Job:
     versions: dict[VersionKey, Version] = field(default_factory=dict)
     engines: dict[str, Engine] = field(default_factory=dict)
     withdrawn: deque[int] = field(default_factory=lambda: deque(maxlen=REMEMBERED_ATTEMPTS))
+    choice: Choice | None = None
+    returned: VersionKey | None = None
+    closing: dict[str, Segment] = field(default_factory=dict)
     idle_since: float | None = None
 
     def held(self) -> list[Version]:
@@ -296,10 +333,18 @@ class Job:
         return version if version is not None and not version.leaving else None
 
     def describe_held(self) -> str:
-        return describe_keys(version.key for version in self.held())
+        borrowed = [version.key for version in self.held() if version.borrowed]
+        kept = describe_keys(version.key for version in self.held() if not version.borrowed)
+        return kept + (f"; borrowed{describe_keys(borrowed)[4:]}" if borrowed else "")
 
     def slots(self, rank: int) -> list[Segment]:
-        return [segment for segment in self.segments.values() if segment.rank == rank]
+        """Shared memory that is this rank's."""
+        return [segment for segment in self.segments.values() if segment.rank == rank and not segment.borrowed]
+
+    def lent(self, rank: int) -> Segment | None:
+        """The rank's own memory that readers may map, if it has been declared."""
+        found = (segment for segment in self.segments.values() if segment.rank == rank and segment.borrowed)
+        return next(found, None)
 
 
 def _remember(ended: OrderedDict[K, T], what: K, how: T, limit: int = REMEMBERED_ATTEMPTS) -> None:

@@ -92,15 +92,30 @@ def choose(job: Job, worker: Worker, step: int | None, stage: bool) -> Wait | Ve
     if current is not None:
         return _of_round(job, engine, worker, current, step)
     if step is None:
-        held = job.held()
+        held = visible(job, worker)
+        if worker.version and worker.version == job.returned and not (held and held[0].key > job.returned):
+            return Wait(
+                job.name, lambda: f"a version after step {job.high} of epoch {job.epoch}; {job.describe_held()}"
+            )
         return held[0] if held else Wait(job.name, lambda: f"its first committed version ({_trainer(job)})")
     found = job.held_of(job.epoch, step) or job.held_of(worker.epoch, step)
-    if found is not None:
+    if found is not None and (worker.devices or not found.borrowed):
         return found
+    if found is not None:
+        raise VersionUnavailable(
+            f"{job.name}: {found} is lent by its trainer, whose GPU memory this worker does not open; "
+            f"{job.describe_held()}",
+            _held(job),
+        )
     _check_epoch(job, worker)
     if step <= job.high:
         raise VersionUnavailable(f"{job.name}: step {step} is not held any more; {job.describe_held()}", _held(job))
     return Wait(job.name, lambda: f"step {step} of epoch {job.epoch} to be committed; {job.describe_held()}")
+
+
+def visible(job: Job, worker: Worker) -> list[Version]:
+    """Versions that this worker can read, newest first."""
+    return [version for version in job.held() if worker.devices or not version.borrowed]
 
 
 def newest_since(job: Job, worker: Worker, step: int) -> Wait | VersionKey:
@@ -109,7 +124,7 @@ def newest_since(job: Job, worker: Worker, step: int) -> Wait | VersionKey:
     Raises:
         EpochChanged: the epoch in which that was to come is over.
     """
-    held = job.held()
+    held = visible(job, worker)
     if held and held[0].key[0] in (worker.epoch, job.epoch) and held[0].key[1] >= step:
         return held[0].key
     _check_epoch(job, worker)

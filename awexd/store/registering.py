@@ -39,6 +39,10 @@ def register(job: Job, writer: Writer, world_size: int, epoch: int | str, keep: 
     others = [other for other in job.writers.values() if other.rank != writer.rank]
     if keep != job.keep and others:
         raise VersionConflict(f"{job.name}: rank {others[0].rank} keeps {job.keep} versions, not {keep}")
+    if others and others[0].mode != writer.mode:
+        raise VersionConflict(
+            f'{job.name}: rank {others[0].rank} has mode="{others[0].mode}", not "{writer.mode}"; all ranks have one'
+        )
     job.keep = keep
     if epoch == "continue" and not _already_in(job, writer):
         # A version is of one incarnation of the trainer: what earlier processes sealed must not meet this one's bytes.
@@ -133,11 +137,11 @@ def _leave_rendezvous(job: Job, writer: Writer) -> None:
 
 
 def _arrive(job: Job, writer: Writer, world_size: int, keep: int) -> bool:
-    pending = job.pending or Rendezvous(world_size, keep)
-    if (pending.world_size, pending.keep) != (world_size, keep):
+    pending = job.pending or Rendezvous(world_size, keep, writer.mode)
+    if (pending.world_size, pending.keep, pending.mode) != (world_size, keep, writer.mode):
         raise VersionConflict(
-            f"{job.name}: the new epoch's ranks disagree: world_size {pending.world_size} keep {pending.keep}, "
-            f"and world_size {world_size} keep {keep}"
+            f"{job.name}: the new epoch's ranks disagree: world_size {pending.world_size} keep {pending.keep} "
+            f"mode {pending.mode}, and world_size {world_size} keep {keep} mode {writer.mode}"
         )
     _check_free(pending.writers, writer, job.name)
     job.pending = pending
@@ -146,6 +150,7 @@ def _arrive(job: Job, writer: Writer, world_size: int, keep: int) -> bool:
         return False
     for step in list(job.attempts):
         abort(job, step, f"epoch {job.epoch + 1} was opened")
+    job.choice = job.returned = None
     for segment in job.segments.values():
         if segment.writable:
             segment.unsafe = True  # a process of the old epoch may hang in the middle of it

@@ -23,6 +23,9 @@ class Sessions(Ledger):
         if session.writer:
             job, writer = self.jobs[session.writer[0]], session.writer[1]
             registering.leave(job, writer, f"{why} (rank {writer.rank}, process {session.pid})")
+            lent = job.lent(writer.rank)
+            if lent is not None and lent.session == session.id:
+                self._reclaim(job, writer.rank, f"{why} (rank {writer.rank}, process {session.pid})")
             for segment in job.slots(writer.rank):
                 if segment.state is SegmentState.FREE and job.writers.get(writer.rank) is None:
                     self._unlink(job, segment)
@@ -38,7 +41,8 @@ class Sessions(Ledger):
             for segment in job.segments.values():
                 if session_id in segment.users:
                     segment.users.discard(session_id)
-                    segment.unsafe = segment.unsafe or not unmapped
+                    segment.unsafe = segment.unsafe or not (unmapped or segment.borrowed)
+            self._closed(job, session_id, list(job.closing))
         for job in jobs:
             self._settle(job)
             if not self._sessions_of(job):
@@ -52,6 +56,15 @@ class Sessions(Ledger):
             for job in self.jobs.values():
                 if segment_id in job.segments:
                     job.segments[segment_id].users.discard(session.id)
+                self._closed(job, session.id, [segment_id])
+
+    def _closed(self, job: Job, session_id: str, ids: Iterable[str]) -> None:
+        """Of borrowed segments that are given up: one reader fewer has them mapped."""
+        for segment in [job.closing[segment_id] for segment_id in ids if segment_id in job.closing]:
+            segment.users.discard(session_id)
+            if not segment.users:
+                del job.closing[segment.id]
+            self.touched.add(job.name)
 
     def opened(self, session: Session, segment: Segment) -> None:
         """The session was given a descriptor of that segment."""

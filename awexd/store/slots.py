@@ -42,7 +42,7 @@ def take(job: Job, writer: Writer) -> Segment | Shortfall | Wait:
 def granted_to(job: Job, writer: Writer) -> Segment | None:
     """The slot that this writer may fill before it says for which step."""
     for segment in job.segments.values():
-        if segment.state is SegmentState.GRANTED and segment.session == writer.session:
+        if segment.state is SegmentState.GRANTED and segment.session == writer.session and not segment.borrowed:
             return segment
     return None
 
@@ -63,6 +63,8 @@ def abort(job: Job, step: int, reason: str) -> None:
     attempt = job.attempts.pop(step, None)
     if attempt is None:
         return
+    if job.choice is not None and job.choice.step == step:
+        job.choice = None
     job.endings.abort(attempt.number, reason, attempt.segments.values())
     for rank, segment_id in attempt.segments.items():
         segment = job.segments.get(segment_id)
@@ -100,6 +102,8 @@ def _fits(segment: Segment, writer: Writer) -> bool:
 
 def slots_missing(job: Job, writer: Writer) -> int:
     """Slots still to be made. One that an earlier process may still write into is none of this writer's."""
+    if writer.mode == "direct":
+        return 0
     fitting = [
         segment
         for segment in job.slots(writer.rank)

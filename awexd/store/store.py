@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 
 from awexd.store import reading, registering, slots, writing
 from awexd.store.ledger import Session
+from awexd.store.lending import Lending
 from awexd.store.model import (
     Job,
     Lease,
@@ -24,7 +25,6 @@ from awexd.store.model import (
     Worker,
     Writer,
 )
-from awexd.store.sessions import Sessions
 from awexd.store.slots import Shortfall
 from awexd.store.writing import Begun
 from awexd_transports.errors import AwexdError, EpochChanged, VersionUnavailable
@@ -39,7 +39,7 @@ class Resolved(NamedTuple):
     lease: Lease
 
 
-class Store(Sessions):
+class Store(Lending):
     """The operations of writers, workers and commands on the ledger."""
 
     # writing
@@ -61,18 +61,22 @@ class Store(Sessions):
         world_size: int,
         epoch: int | str,
         keep: int,
+        mode: str = "auto",
         after: int | None = None,
     ) -> bool:
         """Registers a training process; True if that opened an epoch. See :func:`registering.register`."""
         self._check_role(session, job, writer_rank=rank)
-        writer = Writer(session.id, session.pid, rank, digest)
+        writer = Writer(session.id, session.pid, rank, digest, mode)
         try:
             opened = registering.register(job, writer, world_size, epoch, keep, after)
         finally:
             self._forget_unused(job)
         session.writer = (job.name, writer)
         job.idle_since = None
+        self._reclaim(job, rank, f"rank {rank} registered anew")
         if opened:
+            for lent in [segment for segment in job.segments.values() if segment.borrowed]:
+                self._reclaim(job, lent.rank, f"epoch {job.epoch} was opened")
             for segment in list(job.segments.values()):
                 if segment.rank >= job.world_size and segment.state is SegmentState.FREE:
                     self._unlink(job, segment)
@@ -213,7 +217,8 @@ class Store(Sessions):
         for job in self.jobs.values():
             for segment in list(job.segments.values()):
                 writer = job.writers.get(segment.rank)
-                if segment.state is SegmentState.FREE and (writer is None or writer.nbytes != segment.nbytes):
+                idle = segment.state is SegmentState.FREE and not segment.borrowed
+                if idle and (writer is None or writer.nbytes != segment.nbytes):
                     self._unlink(job, segment)
 
     def idle_jobs(self, now: float, ttl: float) -> list[Job]:
@@ -327,7 +332,8 @@ class Store(Sessions):
             job = self.jobs[lease.job]
             if lease.session:
                 for segment_id in job.versions[lease.key].segments:
-                    job.segments[segment_id].unsafe = True
+                    if segment_id in job.segments and not job.segments[segment_id].borrowed:
+                        job.segments[segment_id].unsafe = True
             self._end_leases([lease.id])
             self._give_up_round(lease)
             self._settle(job)

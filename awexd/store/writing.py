@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from awexd.store.borrowing import check_same_kind
 from awexd.store.model import (
     Attempt,
     Job,
@@ -49,7 +50,7 @@ def begin(job: Job, writer: Writer, step: int, set_digest: str, next_attempt: in
         EpochChanged: a newer epoch has been opened.
         VersionConflict: a step that is not after the last, that this rank has sealed, or that another rank has passed.
     """
-    waiting = _check_step(job, writer, step, set_digest)
+    waiting = check_step(job, writer, step, set_digest)
     if waiting is not None:
         return waiting
     _leave_other_steps(job, writer, step)
@@ -64,12 +65,23 @@ def begin_filled(job: Job, writer: Writer, step: int, set_digest: str, slot: str
     Raises:
         EpochChanged, VersionConflict: as ``begin``; or the slot is not granted any more.
     """
-    waiting = _check_step(job, writer, step, set_digest)
+    waiting = check_step(job, writer, step, set_digest)
     if waiting is not None:
         return waiting
     segment = granted_to(job, writer)
     if segment is None or segment.id != slot:
         raise _not_granted(job, writer, slot)
+    _leave_other_steps(job, writer, step)
+    _check_unsealed(job, writer, step)
+    return _join(job, writer, step, segment, next_attempt)
+
+
+def begin_borrowed(job: Job, writer: Writer, step: int, segment: Segment, next_attempt: int) -> Begun:
+    """As ``begin_filled``, with the rank's own memory; the step has been checked.
+
+    Raises:
+        VersionConflict: as ``begin``.
+    """
     _leave_other_steps(job, writer, step)
     _check_unsealed(job, writer, step)
     return _join(job, writer, step, segment, next_attempt)
@@ -134,16 +146,23 @@ def withdraw_newer(job: Job, step: int) -> list[Version]:
     Raises:
         VersionConflict: that step is not held.
     """
-    target = next((version for version in job.held() if version.key[1] == step), None)
+    target = next((version for version in job.held() if version.key[1] == step and not version.borrowed), None)
     if target is None:
         raise VersionConflict(f"{job.name}: no held version of step {step} to roll back to; {job.describe_held()}")
     newer = [version for version in job.held() if version.key > target.key]
     for version in newer:
         version.withdrawn = True
+    job.returned = None
     return newer
 
 
-def _check_step(job: Job, writer: Writer, step: int, set_digest: str) -> Wait | None:
+def check_step(job: Job, writer: Writer, step: int, set_digest: str) -> Wait | None:
+    """Whether this rank may publish that step now.
+
+    Raises:
+        EpochChanged: a newer epoch has been opened.
+        VersionConflict: the step is not after the last, or the ranks' manifests have changed.
+    """
     now_ready = ready(job, writer)
     if isinstance(now_ready, Wait):
         return now_ready
@@ -168,7 +187,9 @@ def _check_unsealed(job: Job, writer: Writer, step: int) -> None:
 def _join(job: Job, writer: Writer, step: int, segment: Segment, next_attempt: int) -> Begun:
     attempt = job.attempts.get(step)
     if attempt is None:
-        attempt = job.attempts[step] = Attempt(next_attempt, job.epoch, step)
+        attempt = Attempt(next_attempt, job.epoch, step, segment.borrowed)
+    check_same_kind(job, attempt, segment)
+    job.attempts[step] = attempt
     segment.state = SegmentState.WRITING
     attempt.segments[writer.rank], attempt.digests[writer.rank] = segment.id, writer.digest
     return Begun(attempt, segment)
@@ -217,6 +238,8 @@ def _commit(job: Job, attempt: Attempt) -> Version:
         digests=digests,
         set_digest=set_digest_of(digests),
         nbytes=sum(segment.nbytes for segment in segments),
+        borrowed=attempt.borrowed,
+        reason=job.choice.reason if job.choice is not None and job.choice.step == attempt.step else "",
     )
     job.versions[version.key] = version
     job.high = attempt.step

@@ -6,7 +6,7 @@ One u64 a cell, in a table after the pieces (``awexd_transports.cells``, ``.dige
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from awexd_client.mappings import Mapping
+from awexd_client.mappings import Segment
 from awexd_transports.boxes import subtract
 from awexd_transports.cells import Grid, Place, Tile, grid
 from awexd_transports.copy import Row, View
@@ -23,7 +23,7 @@ from awexd_transports.digest import MASK, Term, parted, terms, total
 from awexd_transports.errors import IntegrityError
 from awexd_transports.kernel import Sums, takes_summed
 from awexd_transports.layout import Box, Entry, Manifest
-from awexd_transports.segment import CHECKSUM_BYTES, CHECKSUM_OFFSET, checksums_at, first_cells
+from awexd_transports.segment import CHECKSUM_BYTES, CHECKSUM_OFFSET, first_cells
 from awexd_transports.view import array_at
 
 _UNSUMMED = -1
@@ -32,14 +32,14 @@ _OFFSET = np.uint64(CHECKSUM_OFFSET).view(np.int64)
 Table = npt.NDArray[np.int64]
 
 
-def table_of(manifest: Manifest, mapping: Mapping, count: int | None = None) -> Table:
+def table_of(manifest: Manifest, mapping: Segment, count: int | None = None) -> Table:
     """The table in a mapped segment: the very memory. It does not keep the mapping.
 
     Args:
         count: its cells, where they have been counted.
     """
     count = first_cells(manifest)[-1] if count is None else count
-    return array_at(mapping.address + checksums_at(manifest), CHECKSUM_BYTES, (count,), (CHECKSUM_BYTES,))
+    return array_at(mapping.table(manifest), CHECKSUM_BYTES, (count,), (CHECKSUM_BYTES,))
 
 
 def summed_rows(row: Row, entry: Entry, table: Table) -> Iterator[Row]:
@@ -113,7 +113,7 @@ class Comparison:
         segments: those that are read, by writer rank.
     """
 
-    def __init__(self, manifests: Sequence[Manifest], segments: dict[int, Mapping]) -> None:
+    def __init__(self, manifests: Sequence[Manifest], segments: Mapping[int, Segment]) -> None:
         self._segments = segments
         self._cells = {rank: first_cells(manifests[rank]) for rank in segments}
         self._tables = {

@@ -298,5 +298,7 @@ def _result(worker: dict[str, Any], version: VersionKey) -> UpdateResult:
         bytes=said["nbytes"],
         stage_seconds=said["stage_us"] / 1e6,
         pause_seconds=said["pause_us"] / 1e6,
-        transport="shm",
+        transport="cuda_ipc" if said["borrowed"] else "shm",
+        mode="direct" if said["borrowed"] else "host",
+        reason=said["reason"],
     )

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self, TypeVar
 
 from awexd.manifests import sealed_memfd, unbundle
-from awexd.protocol import MAX_DEADLINE_MS, MAX_WORLD_SIZE
+from awexd.protocol import MAX_DEADLINE_MS, MAX_WORLD_SIZE, MODES
 from awexd_client.mappings import Mapping, Mappings
 from awexd_client.session import Connection, socket_path
+from awexd_transports.cuda.lent import Opened
 from awexd_transports.errors import AwexdError, DaemonUnavailable, DeadlineExceeded, InvalidArgument
 from awexd_transports.layout import Manifest
 
@@ -25,7 +26,6 @@ TELL_SECONDS = 1.0
 _RETRY_SECONDS = 0.05
 _log = logging.getLogger(__name__)
 
-MODES = ("auto", "host", "direct")
 TRANSPORTS = ("auto", "shm", "cuda_ipc", "nccl", "rdma", "tcp")
 VERIFY = ("off", "checksum")
 
@@ -54,13 +54,17 @@ class Endpoint(ABC):
     ) -> None:
         check_whole("world_size", world_size, 1, MAX_WORLD_SIZE)
         check_whole("rank", rank, 0, world_size - 1)
-        _check_choice("mode", mode, MODES, available=("auto", "host"))
-        _check_choice("transport", transport, TRANSPORTS, available=("auto", "shm"))
+        _check_choice("mode", mode, MODES, available=MODES)
+        _check_choice("transport", transport, TRANSPORTS, available=("auto", "shm", "cuda_ipc"))
+        needed = {"shm": "host", "cuda_ipc": "direct"}.get(transport, mode)
+        if mode not in ("auto", needed):
+            raise InvalidArgument(f'transport="{transport}" is mode="{needed}", not mode="{mode}"')
         _check_choice("verify", verify, VERIFY, available=VERIFY)
         self.job = job
         self.rank = rank
         self.world_size = world_size
         self.verify_mode = verify
+        self.mode = needed
         self._path = socket_path(socket)
         self._lock = threading.RLock()
         self._maps = Mappings(writable=writable)
@@ -186,6 +190,12 @@ class Endpoint(ABC):
     def _map(self, wanted: Sequence[tuple[str, int]], deadline: Deadline) -> list[Mapping]:
         """Mappings of these segments, given as (id, bytes of the object)."""
         return self._maps.get(wanted, lambda ids: self._open_segments(ids, deadline))
+
+    def _open_lent(
+        self, wanted: Sequence[tuple[str, int]], manifests: Sequence[Manifest], deadline: Deadline
+    ) -> list[Opened]:
+        """The same of borrowed segments, with the manifest of each."""
+        return self._maps.open(wanted, manifests, lambda ids: self._open_segments(ids, deadline))
 
     def _surviving(self, action: Callable[[Deadline], T], deadline: Deadline) -> T:
         """Runs ``action``; where the daemon goes away, again on a connection to the next one."""

@@ -18,7 +18,6 @@ from awexd_client.verify import Checkpoint, Progress, Verified, verify
 from awexd_transports.errors import ManifestMismatch, VersionUnavailable
 from awexd_transports.layout import Box, Entry, Manifest, TensorSpec
 from awexd_transports.plan import Copy, plan
-from awexd_transports.segment import piece_at
 from awexd_transports.view import View
 
 if TYPE_CHECKING:
@@ -202,6 +201,7 @@ class HeldReader(Endpoint):
             version=list(self._read) if self._read else None,
             updates=None,
             aside=None,
+            devices=None,
         )
         self._joined = epoch = int(answer["epoch"])
         return epoch
@@ -323,10 +323,9 @@ class Leased:
     @cached_property
     def parts(self) -> list[tuple[Entry, View]]:
         return [
-            (entry, View.packed(mapping.address + piece_at(manifest, entry.piece), entry.box.shape, dtype, mapping))
+            (entry, mapping.piece(manifest, entry.piece))
             for manifest, mapping in zip(self.manifests, self.mappings, strict=True)
             for entry in manifest.entries
-            for dtype in (entry.tensor.dtype,)
         ]
 
 

@@ -80,6 +80,8 @@ class WeightReader:
             stage_seconds=max(result.stage_seconds for result in results),
             pause_seconds=max(result.pause_seconds for result in results),
             transport=results[0].transport,
+            mode=results[0].mode,
+            reason=results[0].reason,
             workers=tuple(results),
         )
 

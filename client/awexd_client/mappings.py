@@ -7,14 +7,18 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar, cast
 
 import numpy as np
 
 from awexd.protocol import MAX_FDS
+from awexd_transports.cuda.lent import Opened
 from awexd_transports.cuda.pinning import register, unregister
 from awexd_transports.errors import IntegrityError
-from awexd_transports.segment import MAGIC
+from awexd_transports.layout import Manifest
+from awexd_transports.segment import MAGIC, checksums_at, piece_at
 from awexd_transports.threads import default_threads, spread
+from awexd_transports.view import View
 
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 """Linux 5.14; Python has no names for them."""
@@ -43,6 +47,15 @@ class Mapping:
         self._writable = writable
         self._pinned: bool | None = None
         _populate(self.address, nbytes, _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ)
+
+    def piece(self, manifest: Manifest, number: int) -> View:
+        """Where that piece of the segment's manifest lies."""
+        entry = manifest.pieces[number]
+        return View.packed(self.address + piece_at(manifest, number), entry.box.shape, entry.tensor.dtype, self)
+
+    def table(self, manifest: Manifest) -> int:
+        """The address of the table of checksums."""
+        return self.address + checksums_at(manifest)
 
     def read(self, at: int, nbytes: int) -> memoryview:
         """Bytes of the segment, as they lie there."""
@@ -87,28 +100,44 @@ def _populate(address: int, nbytes: int, advice: int) -> None:
     spread(starts, lambda at: madvise(address + at, min(_POPULATE_BYTES, nbytes - at), advice), threads)
 
 
+Segment = Mapping | Opened
+"""What a version's bytes are read from: mapped host memory, or GPU memory that is lent."""
+S = TypeVar("S", Mapping, Opened)
+
+
 class Mappings:
     """Mappings by segment id. Thread-safe. ``open_segments`` asks the daemon for descriptors."""
 
     def __init__(self, *, writable: bool) -> None:
         self._writable = writable
-        self._maps: dict[str, Mapping] = {}
+        self._maps: dict[str, Segment] = {}
         self._lock = threading.Lock()
 
     def get(self, wanted: Sequence[tuple[str, int]], open_segments: OpenSegments) -> list[Mapping]:
         """The mappings of these segments, given as (id, bytes); those that are not mapped yet are now."""
+        return self._get(wanted, open_segments, lambda at, fd: Mapping(fd, wanted[at][1], writable=self._writable))
+
+    def open(
+        self, wanted: Sequence[tuple[str, int]], manifests: Sequence[Manifest], open_segments: OpenSegments
+    ) -> list[Opened]:
+        """The same of segments that are borrowed: the memory that their descriptions name, opened."""
+        return self._get(wanted, open_segments, lambda at, fd: Opened(fd, wanted[at][1], manifests[at]))
+
+    def _get(
+        self, wanted: Sequence[tuple[str, int]], open_segments: OpenSegments, make: Callable[[int, int], S]
+    ) -> list[S]:
         with self._lock:
-            new = [(segment_id, nbytes) for segment_id, nbytes in wanted if segment_id not in self._maps]
+            new = [at for at, (segment_id, _) in enumerate(wanted) if segment_id not in self._maps]
             for start in range(0, len(new), MAX_FDS):
                 batch = new[start : start + MAX_FDS]
-                fds = open_segments([segment_id for segment_id, _ in batch])
+                fds = open_segments([wanted[at][0] for at in batch])
                 try:
-                    for (segment_id, nbytes), fd in zip(batch, fds, strict=True):
-                        self._maps[segment_id] = Mapping(fd, nbytes, writable=self._writable)
+                    for at, fd in zip(batch, fds, strict=True):
+                        self._maps[wanted[at][0]] = make(at, fd)
                 finally:
                     for fd in fds:
                         os.close(fd)
-            return [self._maps[segment_id] for segment_id, _ in wanted]
+            return [cast("S", self._maps[segment_id]) for segment_id, _ in wanted]
 
     def discard(self, ids: Iterable[str]) -> None:
         """Unmaps those of these segments that are mapped. Whoever holds views into them must have let go."""

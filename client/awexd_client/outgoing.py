@@ -8,9 +8,10 @@ from awexd_client.checksums import summed_rows, table_of
 from awexd_client.holding import Holding
 from awexd_client.mappings import Mapping
 from awexd_transports.copy import CopyTable, Row, View
+from awexd_transports.cuda.lent import NotLendable
 from awexd_transports.errors import ManifestMismatch
 from awexd_transports.layout import Entry, Manifest
-from awexd_transports.segment import first_cells, piece_at, segment_nbytes
+from awexd_transports.segment import first_cells, segment_nbytes
 
 
 class SegmentLayout:
@@ -27,6 +28,21 @@ class SegmentLayout:
             source = _containing(holding.manifest, entry)
             self.parts[source.piece].append((number, entry, entry.box.relative_to(source.box.offset)))
 
+    def sources(self, holding: Holding) -> tuple[View, ...]:
+        """Where each piece lies among the registered tensors, as it is, without a copy.
+
+        Raises:
+            NotLendable: a piece that is cast on its way.
+        """
+        found: dict[int, View] = {}
+        for piece, view in enumerate(holding.piece_views()):
+            for number, entry, box in self.parts[piece]:
+                if view.dtype != entry.tensor.dtype:
+                    name, wanted = entry.tensor.name, entry.tensor.dtype
+                    raise NotLendable(f"{name} is {view.dtype} and published as {wanted}: a cast needs a copy")
+                found[number] = view.sub(box)
+        return tuple(found[number] for number in range(len(found)))
+
     def rows(self, piece: int, view: View, mapping: Mapping, *, summed: bool = False) -> Iterable[Row]:
         """Copies of the registered piece, which lies at ``view``, into the segment.
 
@@ -37,8 +53,7 @@ class SegmentLayout:
         if view.device is not None:
             mapping.pin()
         for number, entry, box in self.parts[piece]:
-            address = mapping.address + piece_at(self.manifest, number)
-            destination = View.packed(address, entry.box.shape, entry.tensor.dtype, mapping)
+            destination = mapping.piece(self.manifest, number)
             row = Row(destination, view.sub(box), entry.tensor.name, cast=view.dtype != entry.tensor.dtype)
             if table is None:
                 yield row

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-from awexd.protocol import MAX_KEEP
+from awexd.protocol import MAX_DEADLINE_MS, MAX_DEVICES, MAX_KEEP
 from awexd_client.endpoint import Deadline, Endpoint
 from awexd_client.holding import Holding
+from awexd_client.mappings import Segment
 from awexd_client.tables import Prepared, Sources, prepare
-from awexd_transports.errors import InvalidArgument, ManifestMismatch, VersionUnavailable
+from awexd_transports.cuda import driver as cuda
+from awexd_transports.errors import (
+    AwexdError,
+    DeadlineExceeded,
+    InvalidArgument,
+    ManifestMismatch,
+    VersionUnavailable,
+)
 from awexd_transports.layout import Manifest
 from awexd_transports.plan import plan, unexpected
 
@@ -56,6 +65,7 @@ class Preparing(Endpoint):
         self._checked: set[str] = set()
         self._warned = False
         self._tables: OrderedDict[_Held, Prepared] = OrderedDict()
+        self._watching: threading.Thread | None = None
 
     @property
     def _holding(self) -> Holding:
@@ -65,23 +75,32 @@ class Preparing(Endpoint):
 
     def _prepare(self, answer: dict[str, Any], deadline: Deadline) -> Prepared:
         """Everything that can fail before a byte is touched: plan, mappings, contradicting aliases."""
-        segments = answer["segments"]
+        segments, lent = answer["segments"], answer["borrowed"]
         key = (answer["set"], tuple((segment_id, stored) for segment_id, _, stored in segments))
         prepared = self._tables.get(key)
         if prepared is None:
-            prepared = self._tables[key] = self._build(answer["set"], segments, deadline)
+            prepared = self._tables[key] = self._build(answer["set"], segments, lent, deadline)
             while len(self._tables) > TABLES_KEPT:
                 self._tables.popitem(last=False)
         self._tables.move_to_end(key)
         prepared.live.check()
         return prepared
 
-    def _build(self, set_digest: str, segments: Sequence[tuple[str, int, bool]], deadline: Deadline) -> Prepared:
+    def _build(
+        self, set_digest: str, segments: Sequence[tuple[str, int, bool]], lent: bool, deadline: Deadline
+    ) -> Prepared:
         sources = self._sources_of(set_digest, deadline)
         wanted = [(segments[rank][0], segments[rank][1]) for rank in sources.ranks]
-        mapped = dict(zip(sources.ranks, self._map(wanted, deadline), strict=True))
+        found: Sequence[Segment] = (
+            self._open_lent(wanted, [sources.manifests[rank] for rank in sources.ranks], deadline)
+            if lent
+            else self._map(wanted, deadline)
+        )
+        if lent:
+            self._watch_drops()
+        mapped = dict(zip(sources.ranks, found, strict=True))
         summed = tuple(rank for rank in sources.ranks if segments[rank][2]) if self.verify_mode == "checksum" else None
-        if summed is not None and len(summed) < len(sources.ranks) and not self._warned:
+        if summed is not None and len(summed) < len(sources.ranks) and not self._warned and not lent:
             self._warned = True
             _log.warning(
                 '%s is published without checksums: pass verify="checksum" to its WeightWriter too; '
@@ -89,6 +108,33 @@ class Preparing(Endpoint):
                 self.job,
             )
         return prepare(self._holding, sources, mapped, summed)
+
+    def _devices(self, holding: Holding) -> list[str]:
+        """UUIDs of the GPUs whose memory this process can open; none where it does not want to."""
+        on_device = any(cuda.driver.device_of(view) is not None for view in holding.views)
+        return cuda.driver.devices()[:MAX_DEVICES] if self.mode != "host" and on_device else []
+
+    def _watch_drops(self) -> None:
+        """Closes what was lent as soon as its owner wants it back, also while nothing is asked for here."""
+        if self._watching is None or not self._watching.is_alive():
+            self._watching = threading.Thread(target=self._close_dropped, name="awexd-drops", daemon=True)
+            self._watching.start()
+
+    def _close_dropped(self) -> None:
+        used = self._connection
+        while not self._closed and not used.over:
+            try:
+                used.call("segment.dropped", {}, timeout=MAX_DEADLINE_MS / 1000)
+            except DeadlineExceeded:
+                continue
+            except AwexdError:  # not registered any more, or the connection is over
+                break
+            with self._lock:
+                self._unmap_dropped("segment.dropped")
+        with self._lock:  # whoever lent it cannot say any more that it goes
+            if used is self._connection and not self._closed:
+                self._forget_tables(None)
+                self._maps.close()
 
     def _sources_of(self, set_digest: str, deadline: Deadline) -> Sources:
         if set_digest not in self._sources:

@@ -15,7 +15,6 @@ from awexd_client.outgoing import check_same
 from awexd_transports.copy import CopyTable, Row, View
 from awexd_transports.errors import ManifestMismatch, VersionConflict
 from awexd_transports.layout import Box, Shard
-from awexd_transports.segment import piece_at
 
 if TYPE_CHECKING:
     from awexd_client.writer import WeightWriter
@@ -24,12 +23,17 @@ if TYPE_CHECKING:
 class Publication:
     """One version on its way. Made by ``publish``, or by ``begin`` as ``update.publication``."""
 
-    def __init__(self, writer: WeightWriter, step: int) -> None:
+    def __init__(self, writer: WeightWriter, step: int, *, lent: bool = False) -> None:
         self.step = step
         self.epoch = 0
         self.nbytes = 0
-        """Bytes that this rank copied: its own share where ranks hold replicas."""
+        """Bytes that this rank copied, or lends: its own share where ranks hold replicas."""
         self.copy_seconds = 0.0
+        self.mode = "direct" if lent else "host"
+        """``"direct"``: the version's bytes are the live parameters; ``"host"``: a copy in host memory."""
+        self.reason = ""
+        """Why ``mode="auto"`` did not choose ``"direct"``; empty where it did or was not asked."""
+        self._lent = lent
         self._writer = writer
         self._attempt: int | None = None
         self._set = self._slot = ""
@@ -37,13 +41,32 @@ class Publication:
         self._committed = False
 
     def captured(self, timeout: float = DEFAULT_TIMEOUT) -> None:
-        """Returns once this rank's bytes are in the segment: its parameters may change from here on.
+        """Returns once this rank's parameters may change: its bytes are in the segment.
+
+        Where the version is ``"direct"``, once every registered engine has copied it; that withdraws it.
 
         Raises:
             VersionConflict: nothing was sealed: the ``with`` block of the long form has not ended, or has failed.
+            DeadlineExceeded: names the engines that have not; parameters must not change yet. See ``withdraw``.
         """
+        if not self._captured and self._lent:
+            self._writer._lender.end(self, timeout, at_once=False)
+            self._captured = True
         if not self._captured:
             raise VersionConflict(f"step {self.step} of {self._writer.job} is not sealed; leave the `with` block first")
+
+    def withdraw(self, timeout: float = DEFAULT_TIMEOUT) -> None:
+        """Takes a ``"direct"`` version back without waiting for engines that have not begun to copy it.
+
+        Engines that have keep it; one in the midst of its update fails, is dirty, and needs the next version.
+        A version in host memory stays: this does nothing.
+
+        Raises:
+            DeadlineExceeded: names the readers that still read.
+        """
+        if self._lent and not self._captured:
+            self._writer._lender.end(self, timeout, at_once=True)
+            self._captured = True
 
     def committed(self, timeout: float = DEFAULT_TIMEOUT) -> None:
         """Returns once every rank has sealed this version: readers see it.
@@ -53,7 +76,8 @@ class Publication:
             VersionConflict: some rank aborted the attempt; publish the step again.
             EpochChanged: a new run of the trainer has begun.
         """
-        self.captured()
+        if not self._lent:
+            self.captured()
         if not self._committed:
             self._writer._await_commit(self, timeout)
             self._committed = True
@@ -101,9 +125,8 @@ class Update:
         self._check_open()
         segment = self._writer._segment
         for (name, _), piece in self._parts.items():
-            for number, entry, _ in segment.parts[piece]:
-                address = self._mapping.address + piece_at(segment.manifest, number)
-                yield name, View.packed(address, entry.box.shape, entry.tensor.dtype, self._mapping)
+            for number, _, _ in segment.parts[piece]:
+                yield name, self._mapping.piece(segment.manifest, number)
 
     def __enter__(self) -> Update:
         return self

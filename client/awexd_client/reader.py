@@ -39,7 +39,9 @@ class WorkerWeightsReader(Preparing):
         engine: the inference instance; its workers get the same version in each round of updates.
         rank, world_size: of this worker in its engine.
         socket: the daemon's; None: ``$AWEXD_SOCKET``, else the default.
-        mode, transport: ``"auto"``, ``"host"`` and ``"auto"``, ``"shm"`` are available without GPUs.
+        mode: ``"host"``: only versions in host memory. ``"auto"``, ``"direct"``: also what the trainer lends, see
+            ``WeightWriter``, if the tensors to be updated are on a GPU and this process sees the trainer's.
+        transport: ``"shm"`` means ``mode="host"``, ``"cuda_ipc"`` ``mode="direct"``.
         verify: ``"checksum"``, the default: what arrives is summed in the copy's own pass and compared with what its
             writer stored (with what is held, where it stored none). ``"off"``: nothing is compared.
         keep: versions that this node holds of a job whose trainer is elsewhere; here the trainer's own ``keep`` counts.
@@ -260,6 +262,7 @@ class WorkerWeightsReader(Preparing):
             version=list(self._version) if self._version else None,
             updates=self._updates,
             aside=_reasons(holding.weights) or None,
+            devices=self._devices(holding) or None,
         )
         self._updates = answer["updates"]
 
@@ -306,6 +309,8 @@ class WorkerWeightsReader(Preparing):
             prepared=prepared,
             started=started,
             ready=time.monotonic(),
+            lent=answer["borrowed"],
+            reason=answer["reason"],
         )
 
     def _apply(self, staged: Staged, deadline: Deadline) -> UpdateResult:
@@ -331,7 +336,9 @@ class WorkerWeightsReader(Preparing):
                 bytes=staged.prepared.nbytes,
                 stage_seconds=staged.ready - staged.started,
                 pause_seconds=time.monotonic() - began,
-                transport="shm",
+                transport="cuda_ipc" if staged.lent else "shm",
+                mode="direct" if staged.lent else "host",
+                reason=staged.reason,
             )
             self._confirm(staged, result, deadline)
         except BaseException as error:

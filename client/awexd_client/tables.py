@@ -9,14 +9,13 @@ from typing import Protocol
 
 from awexd_client.checksums import Comparison
 from awexd_client.holding import Holding
-from awexd_client.mappings import Mapping as MappedSegment
+from awexd_client.mappings import Segment
 from awexd_transports.copy import CopyTable, Row, View
 from awexd_transports.errors import IntegrityError, ManifestMismatch
 from awexd_transports.layout import Box, Manifest
 from awexd_transports.plan import Copy, Plan
-from awexd_transports.segment import piece_at
 
-Segments = Mapping[int, MappedSegment]
+Segments = Mapping[int, Segment]
 """Mapped segments by writer rank."""
 
 
@@ -55,10 +54,8 @@ class Sources:
 
     def piece(self, copy: Copy, segments: Segments) -> View:
         """Where all of the piece lies of which that copy takes a part."""
-        manifest, segment = self.manifests[copy.source], segments[copy.source]
-        entry = manifest.entries[copy.source_entry]
-        address = segment.address + piece_at(manifest, entry.piece)
-        return View.packed(address, entry.box.shape, entry.tensor.dtype, segment)
+        manifest = self.manifests[copy.source]
+        return segments[copy.source].piece(manifest, manifest.entries[copy.source_entry].piece)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +118,7 @@ class Prepared:
 
     live: Tables
     aside: Tables | None
-    mappings: tuple[MappedSegment, ...]
+    mappings: tuple[Segment, ...]
 
     @property
     def nbytes(self) -> int:

@@ -22,7 +22,9 @@ class UpdateResult:
         bytes: written into them.
         stage_seconds: spent before the first of them was touched (the wait for the version included).
         pause_seconds: from then until the version was known to be good; the engine must not generate meanwhile.
-        transport: how the bytes came.
+        transport: how the bytes came: ``"shm"`` or ``"cuda_ipc"``.
+        mode: ``"host"``, or ``"direct"``: out of the trainer's own memory.
+        reason: why its writer chose that.
         workers: one result a worker, where a WeightReader made this one.
     """
 
@@ -32,6 +34,8 @@ class UpdateResult:
     stage_seconds: float
     pause_seconds: float
     transport: str
+    mode: str = "host"
+    reason: str = ""
     workers: tuple[UpdateResult, ...] = ()
 
 
@@ -42,6 +46,7 @@ class Staged:
     Attributes:
         lease: its id. ``until``: it lasts at least so long (``time.monotonic()``).
         updates: this worker's count of updates, once this one is done.
+        lent: its bytes are the trainer's live parameters. ``reason``: why, or why not.
     """
 
     epoch: int
@@ -52,6 +57,8 @@ class Staged:
     prepared: Prepared
     started: float
     ready: float
+    lent: bool = False
+    reason: str = ""
 
     @property
     def good(self) -> bool:

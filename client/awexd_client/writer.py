@@ -12,6 +12,7 @@ from awexd.protocol import MAX_DEADLINE_MS, MAX_KEEP, MAX_STEP
 from awexd_client.adapters.base import Adapter
 from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline, Endpoint, check_whole, failed
 from awexd_client.holding import Casts, Holding
+from awexd_client.lending import Lender
 from awexd_client.mappings import Mapping
 from awexd_client.outgoing import SegmentLayout
 from awexd_client.publication import Publication, Update
@@ -42,7 +43,11 @@ class WeightWriter(Endpoint):
         socket: the daemon's; None: ``$AWEXD_SOCKET``, else the default.
         epoch: ``"continue"`` joins the job's epoch (opens the first); ``"new"``, passed by all ranks of a restarted
             trainer, opens the next one when the last of them has registered.
-        mode, transport: ``"auto"``, ``"host"`` and ``"auto"``, ``"shm"`` are available without GPUs.
+        mode: ``"host"``: versions are copied into host memory. ``"direct"``: engines on this node copy them from this
+            process's GPU memory; no host memory is reserved, and ``Publication.captured`` waits for the engines.
+            ``"auto"``: direct for each step for which every registered engine waits on this node and can open that
+            memory, else host. All ranks have the same.
+        transport: ``"shm"`` means ``mode="host"``, ``"cuda_ipc"`` ``mode="direct"``.
         verify: ``"checksum"``, the default: checksums are summed in the copy's own pass and stored; readers compare.
             That adds a tenth to a half to a hand-over (without the C library it about doubles it). ``"off"``: neither.
         keep: versions that stay held.
@@ -79,6 +84,7 @@ class WeightWriter(Endpoint):
         self._segment_: SegmentLayout | None = None
         self._after: int | None = None
         self._open: Publication | None = None
+        self._lender = Lender(self)
         self._next: str | Asked | None = None
         """The slot of the next ``publish``, or the request for it: it is asked for before it is needed."""
 
@@ -118,26 +124,31 @@ class WeightWriter(Endpoint):
             self._surviving(lambda deadline: self._register(deadline), deadline)
 
     def begin(self, step: int, timeout: float = DEFAULT_TIMEOUT) -> Update:
-        """The long form: ``with writer.begin(step) as update: update.write(part) ...``.
+        """The long form: ``with writer.begin(step) as update: update.write(part) ...``. Always through host memory.
 
         Raises:
+            InvalidArgument: ``mode="direct"``, which has none.
             VersionConflict: the step is not after the last committed one, or another rank has passed it.
             DeadlineExceeded: no free slot, or a rank that has not registered; names who holds or is missing.
         """
+        if self.mode == "direct":
+            raise InvalidArgument(f'{self.job}: mode="direct" has no host memory to write parts into; use publish()')
         deadline = Deadline(timeout)
         with self._turn(deadline):
             publication, mapping = self._surviving(lambda deadline: self._begin(step, deadline), deadline)
         return Update(self, publication, mapping, timeout)
 
     def publish(self, step: int, timeout: float = DEFAULT_TIMEOUT) -> Publication:
-        """Copies the registered tensors into shared memory as version ``step`` and seals it.
+        """Copies the registered tensors into shared memory as version ``step`` and seals it, or lends them (``mode``).
 
+        Lent tensors must not change before ``captured`` of what this returns has returned.
         A daemon that restarts meanwhile is waited for, and the step written again if it was lost.
 
         Raises:
             VersionConflict, DeadlineExceeded: as ``begin``.
             ManifestMismatch: the registered tensors are no longer what they were.
-            InvalidArgument: the adapter knows that they are not the newest weights yet.
+            InvalidArgument: the adapter knows that they are not the newest weights yet; or ``mode="direct"`` and they
+                cannot be lent, which says why.
         """
         deadline = Deadline(timeout)
         sent: list[Publication] = []
@@ -160,6 +171,12 @@ class WeightWriter(Endpoint):
             self._surviving(lambda deadline: self._ask("job.close", deadline.left(), job=self.job), deadline)
             self._epoch, self._after = "continue", None  # registering again begins the job anew
             self._segment_ = self._open = self._next = None
+            self._lender.forget()
+
+    def close(self) -> None:
+        if not self._closed and not self._forked:
+            self._lender.close()
+        super().close()
 
     # internals
 
@@ -188,6 +205,7 @@ class WeightWriter(Endpoint):
             epoch=self._epoch,
             after=self._after,
             keep=self.keep,
+            mode=self.mode,
             digest=manifest.digest,
         )
         # From here on a reconnection resumes this epoch, or the one that this rank waits for: never another.
@@ -299,7 +317,21 @@ class WeightWriter(Endpoint):
                 sent.pop()
             else:
                 return sent[-1]
+        reason = ""
+        if self.mode != "host":
+            check_whole("step", step, 0, MAX_STEP)
+            try:
+                lent, reason = self._lender.publish(step, deadline)
+            except VersionConflict as error:
+                if not error.details.get("set_changed"):
+                    raise
+                self._segment_ = None
+                return None
+            if lent is not None:
+                self._open = lent
+                return lent
         publication, mapping = self._start(step, deadline)
+        publication.reason = reason
         try:
             started = time.monotonic()
             table = self._table(mapping)
@@ -364,5 +396,6 @@ class WeightWriter(Endpoint):
     def _forget_tables(self, segments: Sequence[str] | None) -> None:
         if segments is None:
             self._next = None
+            self._lender.forget()
         if self._segment_ is not None:
             self._segment_.tables.clear()

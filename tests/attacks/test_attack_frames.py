@@ -232,7 +232,12 @@ def test_body_that_is_not_the_sealed_manifest_it_names_is_refused(serving: Daemo
     }
     with closing(Raw(serving.socket)) as raw:
         fds = made[kind]
-        message = {"id": 1, "op": "write.register", "args": arguments | {"after": None}, "deadline_ms": 1000}
+        message = {
+            "id": 1,
+            "op": "write.register",
+            "args": arguments | {"after": None, "mode": "auto"},
+            "deadline_ms": 1000,
+        }
         raw.send(encode(message | ({"fds": len(fds)} if fds else {})), fds)
         reply = raw.receive()
         code = (reply.get("error") or reply["bye"])["code"]

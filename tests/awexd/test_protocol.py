@@ -45,7 +45,7 @@ def messages(decoder: Decoder, data: bytes, fds: list[int] | None = None) -> lis
 
 def test_hello_golden() -> None:
     assert encode(hello("0.1.0", pid=7)) == (
-        b'\x46\x00\x00\x00{"hello":{"protocol":2,"version":"0.1.0","max_frame":1048576,"pid":7}}'
+        b'\x46\x00\x00\x00{"hello":{"protocol":3,"version":"0.1.0","max_frame":1048576,"pid":7}}'
     )
 
 
@@ -74,9 +74,11 @@ def test_operations_are_these() -> None:
     names = (
         "write.register write.ready write.reserve write.slot write.publish "
         "write.begin write.seal write.abort write.committed "
+        "write.lend write.choose write.borrow write.captured write.revoke "
         "read.sources read.register read.siblings read.resolve read.confirm read.release read.wait read.engine "
         "read.verified "
-        "segment.open segment.closed goodbye job.close job.grant status versions sessions manifests events "
+        "segment.open segment.closed segment.dropped goodbye "
+        "job.close job.grant status versions sessions manifests events "
         "drop rollback gc"
     )
     assert sorted(OPERATIONS) == sorted(names.split())

@@ -298,6 +298,7 @@ class StoreMachine(StoreModel):
         act = self.world.store.drop if drop else self.world.store.rollback
         for gone in self._try(lambda: act(self.world.job, step)) or []:
             self.dead_steps.add(gone.key)
+            self.withdrawn.add(gone.key)
         held = self.world.held()
         self.newest = held[0] if held else None
 

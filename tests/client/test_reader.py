@@ -26,7 +26,7 @@ from tests.daemons import Daemon
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"rank": 2, "world_size": 2}, {"rank": None, "world_size": 1}, {"rank": 0, "world_size": 1, "mode": "direct"}],
+    [{"rank": 2, "world_size": 2}, {"rank": None, "world_size": 1}, {"rank": 0, "world_size": 1, "mode": "fast"}],
     ids=str,
 )
 def test_constructor_with_a_bad_argument(daemon: Daemon, arguments: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ from tests.daemons import Daemon
         {"rank": 0, "world_size": 1, "keep": 1000},
         {"rank": 0, "world_size": 1, "epoch": "old"},
         {"rank": 0, "world_size": 1, "epoch": 3},
-        {"rank": 0, "world_size": 1, "mode": "direct"},
+        {"rank": 0, "world_size": 1, "mode": "direct", "transport": "shm"},
         {"rank": 0, "world_size": 1, "mode": "fast"},
         {"rank": 0, "world_size": 1, "transport": "nccl"},
         {"rank": 0, "world_size": 1, "verify": True},

@@ -1,0 +1,115 @@
+"""What writers that lend their memory ask for: declaring it, borrowed versions of it, and getting it back."""
+
+from __future__ import annotations
+
+from awexd.store import borrowing, writing
+from awexd.store.ledger import Session
+from awexd.store.model import Choice, Job, Segment, Version, Wait
+from awexd.store.registering import check_current
+from awexd.store.sessions import Sessions
+from awexd.store.slots import abort
+
+
+class Lending(Sessions):
+    """The operations on borrowed segments; see :mod:`awexd.store.borrowing`."""
+
+    def lend(self, session: Session, segment: Segment) -> None:
+        """Declares the rank's memory, in place of what it declared before."""
+        job, writer = self.writer_of(session)
+        check_current(job, writer)
+        self._reclaim(job, writer.rank, f"rank {writer.rank} declared other memory")
+        segment.digest, segment.session = writer.segment_digest, session.id
+        job.segments[segment.id] = segment
+        self.touched.add(job.name)
+
+    def choose(self, session: Session, step: int, set_digest: str, now: float) -> Wait | Choice:
+        """How all ranks publish that step.
+
+        Raises:
+            EpochChanged, VersionConflict: as ``begin``.
+        """
+        job, writer = self.writer_of(session)
+        waiting = writing.check_step(job, writer, step, set_digest)
+        if waiting is not None:
+            return waiting
+        chosen = borrowing.choice_of(job, step) or borrowing.choose(job, step, writer.mode, now)
+        job.choice = chosen
+        return chosen
+
+    def borrow(
+        self, session: Session, step: int, set_digest: str, segment_id: str, checksums: bool
+    ) -> Wait | Version | int:
+        """Begins and seals that step with the rank's own memory: the attempt, or the version if it was the last rank.
+
+        The version borrowed before is withdrawn first, and its readers waited for.
+
+        Raises:
+            EpochChanged, VersionConflict: as ``begin``.
+        """
+        job, writer = self.writer_of(session)
+        segment = borrowing.lent_by(job, writer, segment_id)
+        done = writing.sealed_in(job, writer, step, segment_id)
+        if done is not None:
+            return job.versions.get((job.epoch, step)) or done
+        waiting = writing.check_step(job, writer, step, set_digest)
+        if waiting is not None:
+            return waiting
+        waiting = self._take_back(job, segment, step)
+        if waiting is not None:
+            return waiting
+        job.choice = borrowing.choice_of(job, step) or borrowing.choose(job, step, "direct", 0.0)
+        begun = writing.begin_borrowed(job, writer, step, segment, self._next_attempt)
+        self._next_attempt = max(self._next_attempt, begun.attempt.number + 1)
+        version = writing.seal(job, writer, step, checksums)
+        self._settle(job)
+        return version or begun.attempt.number
+
+    def captured(self, session: Session, epoch: int, step: int, attempt: int, at_once: bool) -> Wait | None:
+        """None once the borrowed version is over: every engine has it, or (``at_once``) it is simply withdrawn.
+
+        Raises:
+            EpochChanged, VersionConflict: the attempt never became a version.
+        """
+        job, _ = self.writer_of(session)
+        key = (epoch, step)
+        version = job.versions.get(key)
+        if version is None or version.attempt != attempt:
+            if job.endings.committed(attempt, key):
+                return None
+            if at_once and job.attempts.get(step) is not None and job.attempts[step].number == attempt:
+                abort(job, step, "it was withdrawn before every rank had sealed it")
+                self._settle(job)
+                return None
+            return writing.committed(job, epoch, step, attempt)
+        if not version.withdrawn:
+            waiting = None if at_once else borrowing.unconfirmed(job, key)
+            if waiting is not None:
+                return waiting
+            self._return(job, version)
+        return borrowing.leases_left(job, [version]) if key in job.versions else None
+
+    def revoke(self, session: Session) -> Wait | None:
+        """Gives the rank's memory up; None once no reader has it mapped any more."""
+        job, writer = self.writer_of(session)
+        self._reclaim(job, writer.rank, f"rank {writer.rank} took its memory back")
+        mapped = [segment for segment in job.closing.values() if segment.rank == writer.rank]
+        if not mapped:
+            return None
+        pids = sorted({self.sessions[user].pid for one in mapped for user in one.users if user in self.sessions})
+        return Wait(job.name, lambda: f"processes {', '.join(map(str, pids))} to close rank {writer.rank}'s memory")
+
+    def _take_back(self, job: Job, segment: Segment, step: int) -> Wait | None:
+        """Frees the memory from what it was borrowed for before."""
+        borrowing.abort_older(job, segment, step)
+        versions = borrowing.live_of(job, segment)
+        for version in versions:
+            if not version.withdrawn:
+                self._return(job, version)
+        left = [version for version in versions if version.key in job.versions]
+        return borrowing.leases_left(job, left)
+
+    def _return(self, job: Job, version: Version) -> None:
+        """Its writers take it back: nobody reads it from here on, and those that have it keep it."""
+        version.withdrawn = True
+        job.returned = version.key
+        self._withdrawn(job)

@@ -1,0 +1,184 @@
+"""A trainer's own GPU memory, lent to the engines on its node: versions whose bytes are its live parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from awexd.manifests import lasting_memfd
+from awexd.protocol import MAX_DEVICES
+from awexd_client.endpoint import Deadline
+from awexd_client.holding import Holding
+from awexd_client.outgoing import SegmentLayout
+from awexd_client.publication import Publication
+from awexd_transports.cuda import driver as cuda
+from awexd_transports.cuda.lent import Description, NotLendable, describe, size_of, write_description
+from awexd_transports.errors import AwexdError, VersionConflict
+from awexd_transports.view import View
+
+if TYPE_CHECKING:
+    from awexd_client.writer import WeightWriter
+
+CLOSE_SECONDS = 5.0
+"""How long the end of a writer waits for readers to close its memory, which it may free then."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """A rank's memory as it was declared. Keeps the tensors until no reader has them open.
+
+    Attributes:
+        segment: the daemon's id of it.
+        views: where each piece of the segment's manifest lies.
+        devices: ordinals of the devices that it is on.
+    """
+
+    segment: str
+    holding: Holding
+    layout: SegmentLayout
+    views: tuple[View, ...]
+    devices: tuple[int, ...]
+    description: Description
+
+
+class Lender:
+    """Publishes a writer's versions without copying them, where that can be."""
+
+    def __init__(self, writer: WeightWriter) -> None:
+        self._writer = writer
+        self._lent: Lent | None = None
+        self._refused: tuple[Holding, NotLendable] | None = None
+
+    def publish(self, step: int, deadline: Deadline) -> tuple[Publication | None, str]:
+        """The version, lent; or why this step goes through host memory.
+
+        Raises:
+            NotLendable: ``mode="direct"``, and the weights cannot be lent.
+            VersionConflict: as ``WeightWriter.publish``; ``details["set_changed"]``: another rank's weights changed.
+        """
+        writer = self._writer
+        writer._refresh()
+        if writer._segment_ is None:
+            writer._prepare(deadline)
+        try:
+            lent = self._declared(deadline)
+        except NotLendable as error:
+            if writer.mode == "direct":
+                raise
+            return None, str(error)
+        asked = {"step": step, "set": lent.layout.registered_set}
+        if writer.mode == "auto":
+            choice = writer._ask("write.choose", deadline.left(), **asked)
+            if not choice["borrowed"]:
+                return None, choice["reason"]
+        cuda.driver.synchronize(lent.devices)  # on every stream: what readers copy is what the caller sees
+        answer = writer._ask("write.borrow", deadline.left(), **asked, segment=lent.segment, checksums=False)
+        publication = Publication(writer, step, lent=True)
+        publication.epoch, publication._attempt = answer["epoch"], answer["attempt"]
+        publication._committed = answer["committed"]
+        publication.nbytes = sum(view.nbytes for view in lent.views)
+        return publication, ""
+
+    def end(self, publication: Publication, timeout: float, *, at_once: bool) -> None:
+        """Returns once no reader reads that version any more: every engine has it, or it was withdrawn ``at_once``."""
+        writer, asked = self._writer, Deadline(timeout)
+        while True:
+            try:
+                writer._surviving(lambda deadline: self._end(publication, deadline, at_once), asked)
+            except VersionConflict as error:
+                if not error.details.get("retry"):
+                    raise
+                if at_once:
+                    return
+                self._again(publication, asked)
+            else:
+                return
+
+    def revoke(self, deadline: Deadline) -> None:
+        """Takes the memory back; returns once no reader has it open, so that it can be freed."""
+        if self._lent is not None:
+            self._writer._ask("write.revoke", deadline.left())
+            self.forget()
+
+    def forget(self) -> None:
+        """What was declared is over: the daemon it was declared to has gone, or has taken it back."""
+        lent, self._lent = self._lent, None
+        if lent is not None:
+            lent.description.close()
+
+    def close(self) -> None:
+        with contextlib.suppress(AwexdError):
+            self.revoke(Deadline(CLOSE_SECONDS))
+        self.forget()
+
+    def _end(self, publication: Publication, deadline: Deadline, at_once: bool) -> None:
+        attempted = {"epoch": publication.epoch, "step": publication.step, "attempt": publication._attempt}
+        self._writer._ask("write.captured", deadline.left(), **attempted, at_once=at_once)
+
+    def _again(self, publication: Publication, deadline: Deadline) -> None:
+        """A daemon that went took the version along; its bytes are still there."""
+        writer = self._writer
+        with writer._turn(deadline):
+            again, why = writer._surviving(lambda deadline: self.publish(publication.step, deadline), deadline)
+            if again is None:
+                raise VersionConflict(
+                    f"{writer.job}: step {publication.step} was lost with a daemon and cannot be lent again ({why}); "
+                    "publish it again"
+                )
+            publication.epoch, publication._attempt = again.epoch, again._attempt
+            publication._committed = again._committed
+
+    def _declared(self, deadline: Deadline) -> Lent:
+        """This rank's memory, declared to the daemon if it is not yet, or is other memory now.
+
+        Raises:
+            NotLendable: why it cannot be.
+        """
+        writer = self._writer
+        holding, layout = writer._holding, writer._segment
+        if self._lent is not None and self._lent.holding is holding and self._lent.layout is layout:
+            return self._lent
+        self.revoke(deadline)
+        if self._refused is not None and self._refused[0] is holding:
+            raise self._refused[1]
+        try:
+            views = layout.sources(holding)
+            uuids, body = describe(views, [entry.tensor.name for entry in layout.manifest.pieces])
+            if len(uuids) > MAX_DEVICES:
+                raise NotLendable(f"weights on {len(uuids)} GPUs; one process lends on {MAX_DEVICES} at most")
+        except NotLendable as error:
+            self._refused = holding, error
+            if writer.mode == "auto" and holding.on_device:
+                _log.warning("%s goes through host memory: %s", writer.job, error)
+            raise
+        self._lent = self._declare(holding, layout, views, uuids, body, deadline)
+        return self._lent
+
+    def _declare(
+        self,
+        holding: Holding,
+        layout: SegmentLayout,
+        views: tuple[View, ...],
+        uuids: list[str],
+        body: bytes,
+        deadline: Deadline,
+    ) -> Lent:
+        table_at, nbytes = size_of(body, layout.manifest)
+        fd = lasting_memfd("awexd-lent", nbytes)
+        try:
+            write_description(fd, body, table_at)
+            description = Description(fd, nbytes, layout.manifest, writable=True)
+            try:
+                arguments = {"nbytes": nbytes, "devices": uuids}
+                answer, _ = self._writer._call("write.lend", arguments, deadline.left(), [fd])
+            except BaseException:
+                description.close()
+                raise
+        finally:
+            os.close(fd)
+        devices = {device for view in views if (device := cuda.driver.device_of(view)) is not None}
+        return Lent(answer["segment"], holding, layout, views, tuple(sorted(devices)), description)

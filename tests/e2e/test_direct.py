@@ -1,0 +1,424 @@
+"""Weights lent in place: real processes, a real daemon, and memory that they share as GPUs' is shared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.attacks.raw import until
+from tests.daemons import Daemon
+from tests.e2e.workers.processes import Process, RemoteError, together
+
+Fork = Callable[[], Process]
+
+SIDE = """
+import torch
+from awexd_client import Shard, WeightWriter, WorkerWeightsReader
+from tests.devices import {driver}
+gpu = {driver}({folder!r}, {uuids!r}, {refuse!r}).install()
+result = None
+"""
+TRAINER = """
+writer = WeightWriter("grpo", {rank}, {size}, {socket!r}, mode={mode!r}, verify={verify!r})
+first = {rank} * {rows}
+own = torch.arange({rows} * 6.0).view({rows}, 6) + 6 * first
+live = gpu.tensors({{"a": own, "b": torch.ones(5, dtype=torch.int16)}})
+def register(tensors):
+    writer.register([
+        Shard("a", tensors["a"], ({rows} * {size}, 6), (first, 0)),
+        Shard("b", tensors["b"]),
+    ])
+register(live)
+def publish(step):
+    for tensor in live.values():
+        tensor.add_(1000)
+    return writer.publish(step, timeout=20)
+"""
+ENGINE = """
+reader = WorkerWeightsReader("grpo", {engine!r}, {rank}, {size}, {socket!r}, mode={mode!r}, verify={verify!r})
+half = 6 // {size}
+into = gpu.tensors({{"a": torch.zeros({rows}, half), "b": torch.zeros(5, dtype=torch.int16)}})
+reader.register([Shard("a", into["a"], ({rows}, 6), (0, {rank} * half)), Shard("b", into["b"])])
+def told(result):
+    assert (into["b"] % 1000 == 1).all(), into["b"]
+    return [result.step, result.mode, result.transport, result.reason, into["a"].tolist()]
+"""
+
+
+def expected(steps: int, rows: int, columns: slice = slice(0, 6)) -> list[list[float]]:
+    return [[6.0 * row + column + 1000 * steps for column in range(6)][columns] for row in range(rows)]
+
+
+class Node:
+    """Makes the processes of a test."""
+
+    driver = "SharedMemoryDriver"
+
+    def __init__(self, daemon: Daemon, fork: Fork, folder: Path) -> None:
+        self.daemon, self.fork, self.folder = daemon, fork, folder
+
+    def process(self, uuids: tuple[str, ...], refuse: tuple[str, ...]) -> Process:
+        process = self.fork()
+        process.do(SIDE.format(driver=self.driver, folder=str(self.folder), uuids=uuids, refuse=refuse))
+        return process
+
+    def trainer(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        *,
+        rows: int = 4,
+        mode: str = "direct",
+        verify: str = "checksum",
+        refuse: tuple[str, ...] = (),
+    ) -> Process:
+        process = self.process(("GPU-0",), refuse)
+        source = TRAINER.format(rank=rank, size=size, rows=rows, mode=mode, verify=verify, socket=self.daemon.socket)
+        if size == 1:
+            process.do(source)
+        else:
+            process.start(source)
+        return process
+
+    def engine(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        *,
+        name: str = "e",
+        rows: int = 4,
+        mode: str = "auto",
+        verify: str = "checksum",
+        uuids: tuple[str, ...] = ("GPU-1", "GPU-0"),
+        refuse: tuple[str, ...] = (),
+    ) -> Process:
+        process = self.process(uuids, refuse)
+        given = {"engine": name, "rank": rank, "size": size, "rows": rows, "mode": mode, "verify": verify}
+        process.do(ENGINE.format(**given, socket=self.daemon.socket))
+        return process
+
+    def job(self) -> dict[str, Any]:
+        (job,) = self.daemon.ask("status")["jobs"]
+        return dict(job)
+
+    def await_engine_waits(self, name: str = "e") -> None:
+        """Its workers have asked for a version that is not there yet."""
+        until(self.daemon.socket, lambda _: self.waiting(name))
+
+    def waiting(self, name: str) -> bool:
+        engines = [engine for engine in self.job()["engines"] if engine["engine"] == name]
+        return bool(engines) and all(worker["waiting"] for engine in engines for worker in engine["workers"])
+
+
+@pytest.fixture
+def node(daemon: Daemon, fork: Fork, tmp_path: Path) -> Node:
+    return Node(daemon, fork, tmp_path)
+
+
+UPDATE = "result = told(reader.update({}, timeout=20))"
+PUBLISH = "publication = publish({}); result = [publication.mode, publication.reason]"
+CAPTURED = "publication.captured(timeout=20)"
+
+
+def test_versions_are_read_where_they_lie_and_no_host_memory_is_reserved(node: Node) -> None:
+    trainer, engine = node.trainer(), node.engine()
+    for step in range(1, 6):
+        assert trainer.do(PUBLISH.format(step)) == ["direct", ""]
+        assert node.job()["borrowed"] == [[1, step]]
+        assert node.job()["held"] == []
+        assert engine.do(UPDATE.format(step)) == [step, "direct", "cuda_ipc", 'mode="direct"', expected(step, 4)]
+        trainer.do(CAPTURED)
+        assert node.job()["borrowed"] == []
+    assert node.job()["bytes"] == 0
+    assert node.daemon.segments() == []
+    # opened once, and still open
+    assert engine.do("result = len(gpu.opened)") == 1
+    (worker,) = node.job()["engines"][0]["workers"]
+    assert (worker["version"], worker["result"]["borrowed"]) == ([1, 5], True)
+
+
+def test_two_ranks_to_engines_of_one_and_two_workers(node: Node) -> None:
+    trainers = [node.trainer(rank, 2, rows=3) for rank in range(2)]
+    for trainer in trainers:
+        trainer.finish()
+    engines = [node.engine(rows=6, name="one"), *(node.engine(rank, 2, rows=6, name="two") for rank in range(2))]
+    for step in (1, 2):
+        together(trainers, [PUBLISH.format(step)] * 2)
+        results = together(engines, [UPDATE.format(None)] * 3)
+        wanted = [expected(step, 6), expected(step, 6, slice(0, 3)), expected(step, 6, slice(3, 6))]
+        assert [result[-1] for result in results] == wanted
+        together(trainers, [CAPTURED] * 2)
+
+
+def test_captured_waits_for_every_engine_and_names_the_late_one(node: Node) -> None:
+    trainer, first, second = node.trainer(), node.engine(name="first"), node.engine(name="second")
+    trainer.do(PUBLISH.format(1))
+    first.do(UPDATE.format(None))
+    with pytest.raises(RemoteError, match=r"rank 0 of engine second to update to step 1") as caught:
+        trainer.do("publication.captured(timeout=0.3)")
+    assert caught.value.kind == "DeadlineExceeded"
+    assert node.job()["borrowed"] == [[1, 1]]
+    trainer.start(CAPTURED)
+    second.do(UPDATE.format(None))
+    trainer.finish()
+
+
+def test_no_engine_at_all_is_named_too(node: Node) -> None:
+    trainer = node.trainer()
+    trainer.do(PUBLISH.format(1))
+    with pytest.raises(RemoteError, match="an engine on this node's GPUs"):
+        trainer.do("publication.captured(timeout=0.2)")
+    engine = node.engine()
+    trainer.start(CAPTURED)
+    assert engine.do(UPDATE.format(None))[0] == 1
+    trainer.finish()
+
+
+def test_an_update_after_the_version_was_taken_back_waits_for_the_next(node: Node) -> None:
+    trainer, engine = node.trainer(), node.engine()
+    trainer.do(PUBLISH.format(1))
+    engine.do(UPDATE.format(None))
+    trainer.do(CAPTURED)
+    with pytest.raises(RemoteError, match="step 1 is not held any more"):
+        engine.do(UPDATE.format(1))
+    engine.start(UPDATE.format(None))
+    trainer.do(PUBLISH.format(2))
+    assert engine.finish()[0] == 2
+    trainer.do(CAPTURED)
+
+
+def test_the_next_step_withdraws_what_nobody_took(node: Node) -> None:
+    trainer, engine = node.trainer(), node.engine()
+    trainer.do(PUBLISH.format(1))
+    trainer.do(PUBLISH.format(2))
+    assert node.job()["borrowed"] == [[1, 2]]
+    assert engine.do(UPDATE.format(None))[0] == 2
+    trainer.do(CAPTURED)
+
+
+def test_withdraw_does_not_wait_for_engines_that_have_not_begun(node: Node) -> None:
+    trainer, engine = node.trainer(), node.engine()
+    trainer.do(PUBLISH.format(1))
+    trainer.do("publication.withdraw(timeout=5)")
+    assert node.job()["borrowed"] == []
+    engine.start(UPDATE.format(None))
+    trainer.do(PUBLISH.format(2))
+    assert engine.finish()[-1] == expected(2, 4)
+
+
+def test_staged_then_withdrawn_is_no_success(node: Node) -> None:
+    trainer, engine = node.trainer(), node.engine()
+    trainer.do(PUBLISH.format(1))
+    engine.do("staged = reader.stage(timeout=20)")
+    with pytest.raises(RemoteError, match="in the middle of epoch 1 step 1"):
+        trainer.do("publication.withdraw(timeout=0.3)")
+    with pytest.raises(RemoteError, match="withdrawn") as caught:
+        engine.do("reader.apply(staged)")
+    assert caught.value.kind == "VersionUnavailable"
+    assert engine.do("result = [reader.state, reader.version]") == ["dirty", None]
+    trainer.do("publication.withdraw(timeout=20)")
+    trainer.do(PUBLISH.format(2))
+    assert engine.do(UPDATE.format(None))[0] == 2
+
+
+def test_case_23_killed_trainer_takes_its_version_along_and_readers_close_its_memory(node: Node) -> None:
+    trainer, engine = node.trainer(), node.engine()
+    trainer.do(PUBLISH.format(1))
+    engine.do(UPDATE.format(None))
+    trainer.kill()
+    until(node.daemon.socket, lambda status: status["jobs"][0]["borrowed"] == [])
+    # idle, it asked for nothing: it was told
+    engine.do("import time; end = time.monotonic() + 20\nwhile gpu.opened and time.monotonic() < end: time.sleep(0.01)")
+    assert engine.do("result = [len(gpu.opened), reader.state, list(reader.version)]") == [0, "ready", [1, 1]]
+    with pytest.raises(RemoteError, match="is not held any more"):
+        engine.do(UPDATE.format(1))
+
+
+def test_killed_trainer_in_the_midst_of_an_update(node: Node) -> None:
+    trainer, engine = node.trainer(), node.engine()
+    trainer.do(PUBLISH.format(1))
+    engine.do("staged = reader.stage(timeout=20)")
+    trainer.kill()
+    until(node.daemon.socket, lambda status: status["jobs"][0]["writers"] == [])
+    with pytest.raises(RemoteError) as caught:
+        engine.do("reader.apply(staged)")
+    assert caught.value.kind == "VersionUnavailable"
+    assert engine.do("result = reader.state") in ("dirty", "empty")
+    trainer = node.trainer()
+    trainer.do(PUBLISH.format(2))
+    assert engine.do(UPDATE.format(None))[-1] == expected(1, 4)
+
+
+@pytest.mark.parametrize("how", ["killed", "closed"])
+def test_captured_does_not_wait_for_an_engine_that_is_gone(node: Node, how: str) -> None:
+    trainer, engine, other = node.trainer(), node.engine(name="gone"), node.engine(name="left")
+    trainer.do(PUBLISH.format(1))
+    other.do(UPDATE.format(None))
+    trainer.start(CAPTURED)
+    if how == "killed":
+        engine.kill()
+    else:
+        engine.do("reader.close()")
+    trainer.finish()
+
+
+def test_hung_reader_holds_the_trainer_up_to_its_lease_and_does_not_report_success(node: Node) -> None:
+    trainer, engine = node.trainer(), node.engine()
+    trainer.do(PUBLISH.format(1))
+    engine.do("staged = reader.stage(timeout=1)")
+    engine.stop()
+    trainer.do("publication.withdraw(timeout=20)")
+    engine.resume()
+    with pytest.raises(RemoteError) as caught:
+        engine.do("reader.apply(staged)")
+    assert caught.value.kind == "VersionUnavailable"
+
+
+def test_other_tensors_are_declared_anew_and_the_old_ones_closed(node: Node) -> None:
+    trainer, engine = node.trainer(), node.engine()
+    trainer.do(PUBLISH.format(1))
+    engine.do(UPDATE.format(None))
+    trainer.do(CAPTURED)
+    trainer.do("old = dict(live); live = gpu.tensors(live); register(live)")
+    trainer.do(PUBLISH.format(2))
+    assert engine.do(UPDATE.format(None))[-1] == expected(2, 4)
+    trainer.do(CAPTURED)
+    assert engine.do("result = len(gpu.opened)") == 1
+
+
+def test_daemon_killed_between_publish_and_captured(node: Node) -> None:
+    trainer, engine = node.trainer(), node.engine()
+    trainer.do(PUBLISH.format(1))
+    engine.do(UPDATE.format(None))
+    trainer.do(CAPTURED)
+    trainer.do(PUBLISH.format(2))
+    node.daemon.kill()
+    node.daemon.start()
+    trainer.start(CAPTURED)
+    assert engine.do(UPDATE.format(2))[-1] == expected(2, 4)
+    trainer.finish()
+    assert engine.do("result = len(gpu.opened)") == 1
+
+
+def test_trainer_and_engine_in_one_process(node: Node) -> None:
+    both = node.trainer()
+    given = {"engine": "e", "rank": 0, "size": 1, "rows": 4, "mode": "direct", "verify": "checksum"}
+    both.do(ENGINE.format(**given, socket=node.daemon.socket))
+    for step in (1, 2):
+        both.do(PUBLISH.format(step))
+        assert both.do(UPDATE.format(None))[-1] == expected(step, 4)
+        both.do(CAPTURED)
+    assert both.do("result = len(gpu.opened)") == 0
+
+
+# auto
+
+
+def test_auto_lends_where_every_engine_waits_and_else_copies(node: Node) -> None:
+    trainer = node.trainer(mode="auto")
+    assert trainer.do(PUBLISH.format(1)) == ["host", "no engine is registered"]
+    engine = node.engine()
+    assert engine.do(UPDATE.format(None))[:4] == [1, "host", "shm", "no engine is registered"]
+    assert trainer.do(PUBLISH.format(2)) == ["host", "rank 0 of engine e does not wait for it"]
+    assert engine.do(UPDATE.format(None))[-1] == expected(2, 4)
+    engine.start(UPDATE.format(3))
+    node.await_engine_waits()
+    assert trainer.do(PUBLISH.format(3)) == ["direct", ""]
+    result = engine.finish()
+    assert result[1:4] == ["direct", "cuda_ipc", "every engine waits, on this node's GPUs"]
+    assert result[-1] == expected(3, 4)
+    trainer.do(CAPTURED)
+    assert node.job()["held"] == [[1, 2], [1, 1]]
+    assert node.job()["choice"] == {"step": 3, "borrowed": True, "reason": "every engine waits, on this node's GPUs"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "why"),
+    [
+        ({"uuids": ("GPU-7",)}, "cannot open memory of GPU-0"),
+        ({"mode": "host"}, "cannot open memory of GPU-0"),
+    ],
+)
+def test_auto_copies_for_engines_that_cannot_open_the_memory(node: Node, engine: dict[str, Any], why: str) -> None:
+    trainer, reader = node.trainer(mode="auto"), node.engine(**engine)
+    reader.start(UPDATE.format(1))
+    node.await_engine_waits()
+    mode, reason = trainer.do(PUBLISH.format(1))
+    assert mode == "host"
+    assert why in reason
+    assert reader.finish()[-1] == expected(1, 4)
+
+
+def test_case_30_memory_without_a_handle(node: Node) -> None:
+    trainer, engine = node.trainer(mode="auto", refuse=("handle",)), node.engine()
+    engine.start(UPDATE.format(1))
+    node.await_engine_waits()
+    mode, reason = trainer.do(PUBLISH.format(1))
+    assert mode == "host"
+    assert "expandable_segments" in reason
+    assert engine.finish()[-1] == expected(1, 4)
+    other = node.process(("GPU-0",), ("handle",))
+    source = TRAINER.replace('"grpo"', '"other"')
+    other.do(source.format(rank=0, size=1, rows=4, mode="direct", verify="off", socket=node.daemon.socket))
+    with pytest.raises(RemoteError, match="expandable_segments") as caught:
+        other.do(PUBLISH.format(1))
+    assert caught.value.kind == "NotLendable"
+
+
+def test_reader_that_cannot_open_it_says_so_untouched(node: Node) -> None:
+    trainer, engine = node.trainer(), node.engine(refuse=("open",))
+    trainer.do(PUBLISH.format(1))
+    with pytest.raises(RemoteError, match='mode="host"') as caught:
+        engine.do(UPDATE.format(None))
+    assert caught.value.kind == "VersionUnavailable"
+    assert engine.do("result = [reader.state, float(into['a'].sum())]") == ["empty", 0.0]
+    with pytest.raises(RemoteError, match="cannot be opened here"):
+        trainer.do("publication.captured(timeout=0.2)")
+
+
+def test_casts_and_host_tensors_cannot_be_lent(node: Node) -> None:
+    trainer = node.trainer()
+    trainer.do("writer.register({'a': live['a']}, dtype=torch.bfloat16)")
+    with pytest.raises(RemoteError, match="a cast needs a copy"):
+        trainer.do("writer.publish(1)")
+    trainer.do("writer.register({'a': live['a'], 'c': torch.zeros(3)})")
+    with pytest.raises(RemoteError, match="c is in host memory"):
+        trainer.do("writer.publish(1)")
+    with pytest.raises(RemoteError, match="has no host memory"):
+        trainer.do("writer.begin(1)")
+
+
+def test_rollback_goes_to_held_versions_only(node: Node) -> None:
+    trainer, engine = node.trainer(mode="auto"), node.engine()
+    for step in (1, 2):
+        trainer.do(PUBLISH.format(step))
+    engine.do(UPDATE.format(None))
+    engine.start(UPDATE.format(3))
+    node.await_engine_waits()
+    trainer.do(PUBLISH.format(3))
+    engine.finish()
+    trainer.do(CAPTURED)
+    assert node.daemon.ask("rollback", job="grpo", step=1)["held"] == [[1, 1]]
+    assert engine.do(UPDATE.format(None))[-1] == expected(1, 4)
+
+
+def test_nothing_is_left_after_many_deaths(node: Node) -> None:
+    def descriptors() -> int:
+        return len(list(Path(f"/proc/{node.daemon.pid}/fd").iterdir()))
+
+    before = descriptors()
+    for step in range(1, 6):
+        trainer, engine = node.trainer(), node.engine()
+        trainer.do(PUBLISH.format(step))
+        engine.start(UPDATE.format(None))
+        victim = trainer if step % 2 else engine
+        victim.kill()
+        for other in (trainer, engine):
+            if other is not victim:
+                other.kill()
+        until(node.daemon.socket, lambda status: status["sessions"] == 1)
+    assert node.job()["borrowed"] == []
+    until(node.daemon.socket, lambda _: descriptors() <= before + 2)  # the connection that asks, and its pidfd

@@ -1,0 +1,119 @@
+"""Weights lent in place on a real GPU: the tests of ``tests/e2e/test_direct.py``, and what only CUDA can show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.daemons import Daemon, daemon, folder
+from tests.e2e.conftest import fork, nursery
+from tests.e2e.test_direct import (
+    CAPTURED,
+    PUBLISH,
+    UPDATE,
+    Node,
+    expected,
+    test_an_update_after_the_version_was_taken_back_waits_for_the_next,
+    test_auto_lends_where_every_engine_waits_and_else_copies,
+    test_captured_does_not_wait_for_an_engine_that_is_gone,
+    test_captured_waits_for_every_engine_and_names_the_late_one,
+    test_case_23_killed_trainer_takes_its_version_along_and_readers_close_its_memory,
+    test_case_30_memory_without_a_handle,
+    test_casts_and_host_tensors_cannot_be_lent,
+    test_daemon_killed_between_publish_and_captured,
+    test_hung_reader_holds_the_trainer_up_to_its_lease_and_does_not_report_success,
+    test_killed_trainer_in_the_midst_of_an_update,
+    test_no_engine_at_all_is_named_too,
+    test_nothing_is_left_after_many_deaths,
+    test_other_tensors_are_declared_anew_and_the_old_ones_closed,
+    test_reader_that_cannot_open_it_says_so_untouched,
+    test_rollback_goes_to_held_versions_only,
+    test_staged_then_withdrawn_is_no_success,
+    test_the_next_step_withdraws_what_nobody_took,
+    test_trainer_and_engine_in_one_process,
+    test_two_ranks_to_engines_of_one_and_two_workers,
+    test_versions_are_read_where_they_lie_and_no_host_memory_is_reserved,
+    test_withdraw_does_not_wait_for_engines_that_have_not_begun,
+)
+from tests.e2e.workers.processes import Process
+
+__all__ = [
+    "daemon",
+    "folder",
+    "fork",
+    "nursery",
+    "test_an_update_after_the_version_was_taken_back_waits_for_the_next",
+    "test_auto_lends_where_every_engine_waits_and_else_copies",
+    "test_captured_does_not_wait_for_an_engine_that_is_gone",
+    "test_captured_waits_for_every_engine_and_names_the_late_one",
+    "test_case_23_killed_trainer_takes_its_version_along_and_readers_close_its_memory",
+    "test_case_30_memory_without_a_handle",
+    "test_casts_and_host_tensors_cannot_be_lent",
+    "test_daemon_killed_between_publish_and_captured",
+    "test_hung_reader_holds_the_trainer_up_to_its_lease_and_does_not_report_success",
+    "test_killed_trainer_in_the_midst_of_an_update",
+    "test_no_engine_at_all_is_named_too",
+    "test_nothing_is_left_after_many_deaths",
+    "test_other_tensors_are_declared_anew_and_the_old_ones_closed",
+    "test_reader_that_cannot_open_it_says_so_untouched",
+    "test_rollback_goes_to_held_versions_only",
+    "test_staged_then_withdrawn_is_no_success",
+    "test_the_next_step_withdraws_what_nobody_took",
+    "test_trainer_and_engine_in_one_process",
+    "test_two_ranks_to_engines_of_one_and_two_workers",
+    "test_versions_are_read_where_they_lie_and_no_host_memory_is_reserved",
+    "test_withdraw_does_not_wait_for_engines_that_have_not_begun",
+]
+
+
+class GpuNode(Node):
+    driver = "WatchedCudaDriver"
+
+
+@pytest.fixture
+def node(daemon: Daemon, fork: Callable[[], Process], tmp_path: Path) -> Node:
+    return GpuNode(daemon, fork, tmp_path)
+
+
+BIG = """
+big = torch.arange(64 << 20, device="cuda", dtype=torch.float32)
+writer.register({"big": big})
+"""
+BIG_ENGINE = """
+into = torch.zeros(64 << 20, device="cuda", dtype=torch.float32)
+reader.register({"big": into})
+"""
+
+
+def test_memory_of_a_killed_trainer_goes_back_to_the_gpu(node: Node) -> None:
+    free = "result = torch.cuda.mem_get_info()[0]"
+    trainer, engine = node.trainer(), node.engine()
+    trainer.do(BIG)
+    engine.do(BIG_ENGINE)
+    trainer.do("publication = writer.publish(1)")
+    engine.do("reader.update(timeout=20)")
+    assert engine.do("result = bool((into == torch.arange(64 << 20, device='cuda', dtype=torch.float32)).all())")
+    with_both = engine.do(free)
+    trainer.kill()
+    engine.do(f"import time; wanted = {with_both + (256 << 20)}; end = time.monotonic() + 20")
+    engine.do("while torch.cuda.mem_get_info()[0] < wanted and time.monotonic() < end: time.sleep(0.01)")
+    assert engine.do(free) >= with_both + (256 << 20)
+
+
+def test_many_updates_leave_nothing(node: Node) -> None:
+    trainer, engine = node.trainer(), node.engine()
+    count = (
+        "import os; result = "
+        "[torch.cuda.mem_get_info()[0], len(os.listdir('/proc/self/fd')), torch.cuda.memory_allocated()]"
+    )
+    before = []
+    for step in range(1, 61):
+        trainer.do(PUBLISH.format(step))
+        engine.do(UPDATE.format(None))
+        trainer.do(CAPTURED)
+        if step == 10:
+            before = [trainer.do(count), engine.do(count)]
+    assert [trainer.do(count), engine.do(count)] == before
+    assert engine.do("result = into['a'].tolist()") == expected(60, 4)
