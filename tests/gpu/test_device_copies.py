@@ -118,6 +118,65 @@ def test_view_of_a_device_is_its_tensor() -> None:
     assert view.tensor().data_ptr() == view.address
 
 
+def addressed(tensor: torch.Tensor) -> View:
+    """As of another process's memory: an address, and an owner that is no tensor."""
+    view = View.of(tensor)
+    return View(view.address, view.shape, view.strides, view.dtype, [tensor], view.device)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_view_of_an_address_on_a_device(cut: str) -> None:
+    base = filled("bfloat16", "cuda")
+    made = addressed(CUTS[cut](base)).tensor()
+    assert same_bytes(made, CUTS[cut](base))
+    assert made.stride() == CUTS[cut](base).stride() or not made.numel()
+    made.view(torch.int16).fill_(7)
+    assert bool((CUTS[cut](base).view(torch.int16) == 7).all()), "the same memory"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "complex64"])
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.usefixtures("each_copier")
+def test_copies_out_of_an_address_on_a_device(dtype: str, cut: str) -> None:
+    source, destination = filled(dtype, "cuda"), filled(dtype, "cuda")
+    expected = destination.clone()
+    CUTS[cut](expected).copy_(CUTS[cut](source))
+    table = CopyTable([Row(View.of(CUTS[cut](destination)), addressed(CUTS[cut](source)), "w")])
+    table.run()
+    assert same_bytes(destination, expected)
+    assert table.first_difference() is None
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: `make test-gpu` on such a machine")
+@pytest.mark.usefixtures("each_copier")
+def test_copies_between_two_devices() -> None:
+    source, destination = torch.randn(600, 900, device="cuda:1"), torch.zeros(900, 600, device="cuda:0")
+    flat, target = torch.randn(3 << 20, device="cuda:1"), torch.zeros(3 << 20, device="cuda:0")
+    table = CopyTable([(View.of(destination.t()), View.of(source)), (View.of(target), addressed(flat))])
+    table.run()
+    assert same_bytes(destination.t(), source)
+    assert same_bytes(target, flat)
+    assert table.first_difference() is None
+
+
+FLOATS = ("float32", "bfloat16", "float16")
+
+
+@pytest.mark.parametrize(("of", "to"), [(of, to) for of in FLOATS for to in FLOATS if of != to])
+@pytest.mark.parametrize("cut", ["whole", "columns", "turned"])
+@pytest.mark.usefixtures("each_copier")
+def test_casts_on_a_device_are_torchs(of: str, to: str, cut: str) -> None:
+    """Random bits: every kind of number, not-a-number among them."""
+    source, destination = filled(of, "cuda"), filled(to, "cuda")
+    expected = destination.clone()
+    CUTS[cut](expected).copy_(CUTS[cut](source))
+    table = CopyTable([Row(View.of(CUTS[cut](destination)), View.of(CUTS[cut](source)), "w", cast=True)])
+    table.run()
+    assert torch.equal(destination.isnan(), expected.isnan())
+    assert same_bytes(destination.nan_to_num(), expected.nan_to_num())
+    assert table.first_difference() is None
+
+
 @pytest.mark.parametrize("dims", [1, 2, 3, 4])
 @pytest.mark.parametrize("source", ["pinned", "cuda"])
 def test_kernel_moves_any_strides(dims: int, source: str) -> None:
@@ -151,6 +210,6 @@ def test_device_gathers_what_is_strided_or_short_and_copies_what_is_long() -> No
     table = CopyTable([(View.of(to), View.of(of)) for to, of in zip(targets, (long, short), strict=True)])
     assert table._away is not None
     assert [len(pairs) for pairs in table._away._pairs] == [1]
-    assert [sum(len(each) for _, _, each in one._tables) for one in table._away._gathers] == [1]
+    assert [one.tiles(0) for one in table._away._gathers] == [1]
     table.run()
     assert all(same_bytes(to, of) for to, of in zip(targets, (long, short), strict=True))

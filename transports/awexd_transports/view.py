@@ -58,7 +58,7 @@ class View:
         shape: in elements.
         strides: in bytes.
         dtype: torch's name.
-        owner: kept alive as long as the view is; of a view of a device the tensor, else never looked at.
+        owner: kept alive as long as the view is; looked at only if it is a CUDA tensor of that dtype.
         device: its CUDA ordinal in this process; None: host memory.
     """
 
@@ -135,26 +135,56 @@ class View:
         """A torch tensor over the same memory. In host memory it does not keep the owner: hold this view as long.
 
         Raises:
-            InvalidArgument: strides that torch cannot have (negative, or not whole elements).
+            InvalidArgument: strides that torch cannot have (negative, or not whole elements); not that device's memory.
         """
         import ctypes
 
         import torch
 
         size = self.itemsize
-        if self.device is not None:
-            owner: Any = self.owner
+        owner = self.owner
+        if isinstance(owner, torch.Tensor) and owner.is_cuda and owner.dtype == getattr(torch, self.dtype):
             offset = owner.storage_offset() + (self.address - owner.data_ptr()) // size
             live: torch.Tensor = owner.as_strided(self.shape, tuple(step // size for step in self.strides), offset)
             return live
         if any(step < 0 or step % size for step in self.strides):
             raise InvalidArgument(f"strides of {list(self.strides)} bytes are not a torch tensor's")
         if not self.numel:
-            return torch.empty(self.shape, dtype=getattr(torch, self.dtype), device="cpu")
+            where = "cpu" if self.device is None else f"cuda:{self.device}"
+            return torch.empty(self.shape, dtype=getattr(torch, self.dtype), device=where)
         span = sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=True)) + size
-        raw = torch.frombuffer((ctypes.c_ubyte * span).from_address(self.address), dtype=torch.uint8)
+        if self.device is None:
+            raw = torch.frombuffer((ctypes.c_ubyte * span).from_address(self.address), dtype=torch.uint8)
+        else:
+            raw = _device_bytes(self.address, span, self.device, self.owner)
         flat = raw.view(getattr(torch, self.dtype))
         return flat.as_strided(self.shape, tuple(step // size for step in self.strides))
+
+
+class _DeviceMemory:
+    """Lets torch see an address on a device; torch holds this, and so the owner."""
+
+    __slots__ = ("__cuda_array_interface__", "_owner")
+
+    def __init__(self, address: int, nbytes: int, owner: object) -> None:
+        self._owner = owner
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (nbytes,),
+            "strides": None,
+            "data": (address, False),
+        }
+
+
+def _device_bytes(address: int, nbytes: int, device: int, owner: object) -> torch.Tensor:
+    import torch
+
+    with torch.inference_mode(False), torch.cuda.device(device):
+        raw = torch.as_tensor(_DeviceMemory(address, nbytes, owner), device=f"cuda:{device}")
+    if raw.data_ptr() != address:  # torch has made a copy: to write there would be lost
+        raise InvalidArgument(f"{nbytes} bytes said to be on cuda:{device} are not that device's memory")
+    return raw
 
 
 def _why_not_plain(tensor: torch.Tensor) -> str | None:

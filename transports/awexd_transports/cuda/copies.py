@@ -1,7 +1,8 @@
 """Copies between host memory and CUDA devices; checksums are taken of the host's side.
 
-A long run without gaps is one DMA. What is strided or short a device gathers itself, in one launch for all, where
-Triton is there and the host's memory is registered with CUDA (``gather``); else torch copies it.
+A long run without gaps out of host memory is one DMA. What is strided or short a device gathers itself, in one launch
+for all, where Triton is there and the host's memory is registered with CUDA (``gather``), and so it pulls what another
+device has, or another process on its own; else torch copies it.
 Downwards a batch is summed once it has arrived, upwards while it travels: a device's own memory is never read for that.
 Everything is done when ``run`` returns, on every stream of the devices: what a trainer or an engine has in flight there
 comes before, what it does afterwards sees the new bytes.
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from awexd_transports.cuda import gather
 from awexd_transports.cuda.gather import Gather
+from awexd_transports.cuda.peers import reaches
 from awexd_transports.threads import default_threads
 from awexd_transports.tiles import flat_run
 from awexd_transports.view import View
@@ -80,7 +82,7 @@ class DeviceCopies:
                     self._pairs[-1].append((row.destination.tensor(), row.source.tensor()))
                 else:
                     gathered.setdefault(device, []).append((row.destination, row.source))
-        self._gathers = [Gather(pairs, device) for device, pairs in gathered.items()]
+        self._gathers = [Gather([pairs], f"cuda:{device}") for device, pairs in gathered.items()]
         sides = [view for batch in self._batches for row in batch.rows for view in (row.destination, row.source)]
         self._devices = sorted({view.device for view in sides if view.device is not None})
 
@@ -161,13 +163,13 @@ def _batched(rows: Iterable[Row]) -> Iterator[list[Row]]:
 def _gathers(row: Row) -> int | None:
     """The device that gathers this row itself, if one does."""
     destination, source = row.destination, row.source
-    if destination.device is None or row.cast or not gather.available():
+    if destination.device is None or not gather.available() or not gather.castable(destination, source):
         return None
-    if source.device not in (None, destination.device):
-        return None
+    if source.device is not None:
+        return destination.device if reaches(destination.device, source.device) else None
     if flat_run(destination, source) >= LONG:
         return None
-    return destination.device if source.device is not None or source.tensor().is_pinned() else None
+    return destination.device if source.tensor().is_pinned() else None
 
 
 def _comes_down(row: Row) -> bool:
