@@ -8,9 +8,18 @@ from __future__ import annotations
 import math
 import sys
 
+import numpy as np
 import torch
 
+from awexd_transports.cells import grid
+from awexd_transports.copy import Row
+from awexd_transports.cuda.checks import DeviceChecks
 from awexd_transports.cuda.gather import Gather
+from awexd_transports.cuda.sums import DeviceSums, Summed, cells_of, takes
+from awexd_transports.digest import MASK, digest
+from awexd_transports.dtypes import dtype_name
+from awexd_transports.kernel import Sums
+from awexd_transports.segment import CHECKSUM_OFFSET
 from awexd_transports.view import View
 
 MOST = {0: 1, 1: 20_000, 2: 120, 3: 24, 4: 9}
@@ -76,9 +85,120 @@ def casts() -> None:
         assert torch.equal(bits(made[~nan]), bits(expected[~nan])), (of, to)
 
 
+def summed() -> tuple[Summed, torch.Tensor]:
+    """A box of a tensor as some process may hold it, and the box without gaps."""
+    dims = drawn(0, 4)
+    dtype = DTYPES[drawn(0, len(DTYPES) - 1)]
+    most = {0: 1, 1: 30_000, 2: 600, 3: 60, 4: 12}[dims]
+    tensor = [drawn(1, most) for _ in range(dims)]
+    if dims > 1 and drawn(0, 1):
+        tensor[-1] = 64 * drawn(1, 32)
+    box = [sorted((drawn(0, n - 1), drawn(1, n))) for n in tensor]
+    offset, shape = [low for low, _ in box], [max(1, high - low) for low, high in box]
+    part = [sorted((drawn(0, n - 1), drawn(1, n))) if drawn(0, 1) else (0, n) for n in shape]
+    low, extent = [a for a, _ in part], [max(1, b - a) for a, b in part]
+    order = torch.randperm(dims).tolist() if drawn(0, 2) == 0 else list(range(dims))
+    apart, before = drawn(1, 2), drawn(0, 2)
+    lying = [before + extent[axis] * apart + drawn(0, 3) for axis in order]
+    raw = torch.randint(0, 256, [*lying[:-1], (lying or [1])[-1] * dtype.itemsize], dtype=torch.uint8)
+    base = raw.view(dtype) if dims else raw.view(dtype)[0]
+    held = base[tuple(slice(before, before + extent[axis] * apart, apart) for axis in order)]
+    held = held.permute([order.index(axis) for axis in range(dims)])
+    item = Summed(View.of(held), tuple(tensor), tuple(offset), tuple(shape), tuple(low))
+    return item, held
+
+
+def sums(count: int = 60) -> None:
+    """Against ``digest``, cell by cell: boxes with any strides, parts of pieces, several at once and in groups."""
+    taken = 0
+    for _ in range(count):
+        made = [one for one in (summed() for _ in range(drawn(1, 4))) if takes(one[0])]
+        groups = [drawn(0, 2) for _ in made]
+        found = DeviceSums([item for item, _ in made], groups)
+        for _ in range(2):
+            expected = []
+            for item, held in made:
+                for _, _, _, begin, end in cells_of(item):
+                    cut = [slice(a - b, c - b) for a, c, b in zip(begin, end, item.low, strict=False)]
+                    place = [a + b for a, b in zip(begin, item.offset, strict=False)]
+                    expected.append(digest(View.of(held).sub(cut), item.tensor, place))
+                    taken += 1
+            assert found.run().tolist() == expected, [(item, item.view.strides) for item, _ in made]
+            for _, held in made:
+                held[...] = held.flip(0) if held.ndim else torch.ones((), dtype=held.dtype)
+    assert taken > count
+
+
+def checks(count: int = 20) -> None:
+    """What is stored is found again by whoever reads a part of the piece; one wrong element is told by its tile."""
+    for _ in range(count):
+        shape = tuple(drawn(1, n) for n in ((40_000,), (300, 700), (20, 40, 160), (4, 5, 6, 7))[drawn(0, 3)])
+        offset, dtype = tuple(drawn(0, 9) for _ in shape), (torch.bfloat16, torch.float32, torch.uint8)[drawn(0, 2)]
+        tensor = tuple(a + n for a, n in zip(offset, shape, strict=True))
+        piece = torch.randint(0, 100, shape).to(dtype)
+        whole, size = View.of(piece), dtype.itemsize
+        table = np.zeros(grid(shape, size).cells + 1, np.int64)
+        sums = Sums(tensor, offset, shape, (), table.ctypes.data)
+        live = View.of(piece.clone())
+        stores = DeviceChecks([(Row(whole, live, sums=sums), Summed(live, tensor, offset, shape), 0)])
+        run(stores)
+        assert stores.wrong() is None
+        assert int(table[-1]) == 0, "the table's neighbour was written"
+        expected = [
+            (
+                digest(
+                    whole.sub([slice(*ends) for ends in zip(*grid(shape, size).cell(at), strict=True)]), tensor, place
+                )
+                + CHECKSUM_OFFSET
+            )
+            & MASK
+            for at in range(len(table) - 1)
+            for place in [tuple(a + b for a, b in zip(offset, grid(shape, size).cell(at)[0], strict=True))]
+        ]
+        assert table[:-1].view(np.uint64).tolist() == expected
+        low = tuple(drawn(0, n - 1) for n in shape)
+        high = tuple(drawn(a + 1, n) for a, n in zip(low, shape, strict=True))
+        part = [slice(a, b) for a, b in zip(low, high, strict=True)]
+        arrived = piece[tuple(part)].clone()
+        sums = Sums(tensor, offset, shape, low, table.ctypes.data, whole)
+        row = Row(View.of(arrived), whole.sub(part), sums=sums)
+        compares = DeviceChecks([(row, Summed(row.destination, tensor, offset, shape, low), 3)])
+        compares.begin()
+        assert compares.wrong() == (row, 0), "what was not summed must not pass"
+        run(compares)
+        assert compares.wrong() is None
+        at = tuple(drawn(0, n - 1) for n in arrived.shape)
+        arrived[at] += 1
+        run(compares)
+        found = compares.wrong()
+        assert found is not None
+        tile = list(grid(shape, size).tiles(low, high))[found[1]]
+        place = tuple(a + b for a, b in zip(low, at, strict=True))
+        assert all(a <= n < b for a, n, b in zip(tile.taken_low, place, tile.taken_high, strict=True))
+
+
+def run(one: DeviceChecks) -> None:
+    one.begin()
+    for group in range(4):
+        one.launch(group)
+    one.finish(one.rest(1))
+
+
+def cast_sums() -> None:
+    """Of what the bytes are once they have been cast."""
+    for of, to in ((of, to) for of in FLOATS for to in FLOATS if of != to):
+        for shape in ((), (5000,), (90, 70), (3, 40, 33)):
+            held = torch.randn(shape) * 1000
+            source = held.to(of).t() if len(shape) == 2 else held.to(of)
+            item = Summed(View.of(source), tuple(source.shape), (0,) * source.ndim, dtype=dtype_name(to))
+            into = source.to(to).contiguous()
+            expected = DeviceSums([Summed(View.of(into), tuple(into.shape), (0,) * into.ndim)]).run()
+            assert DeviceSums([item]).run().tolist() == expected.tolist(), (of, to, shape)
+
+
 def main() -> None:
     torch.manual_seed(math.prod(map(ord, sys.argv[1])) % 1_000_003)
-    {"copies": copies, "casts": casts}[sys.argv[1]]()
+    {"copies": copies, "casts": casts, "sums": sums, "cast-sums": cast_sums, "checks": checks}[sys.argv[1]]()
     print("as torch")  # noqa: T201
 
 

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("what", ["copies", "casts"])
+@pytest.mark.parametrize("what", ["copies", "casts", "sums", "cast-sums", "checks"])
 def test_kernels_do_what_torch_does(what: str) -> None:
     command = [sys.executable, "-m", "tests.transports.interpreted", what]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}

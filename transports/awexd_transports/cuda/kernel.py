@@ -10,7 +10,8 @@ import triton.language as tl
 if TYPE_CHECKING:
     import torch
 
-WARPS = 4
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+"""Triton warns where it is not told whether to fuse; nothing here could be."""
 INTS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -28,9 +29,9 @@ def launch(
     """
     item_of, item_to = (INTS[SIZES.get(kind) or int(kind)] for kind in (of, to))
     if shapes is None:
-        _move_runs[(count,)](table, first, item_of, item_to, of, to, block, num_warps=WARPS)
+        _move_runs[(count,)](table, first, item_of, item_to, of, to, block, **OPTIONS)
     else:
-        _move_boxes[(count,)](table, shapes, first, item_of, item_to, of, to, block, num_warps=WARPS)
+        _move_boxes[(count,)](table, shapes, first, item_of, item_to, of, to, block, **OPTIONS)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
