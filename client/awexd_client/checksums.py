@@ -19,6 +19,7 @@ from awexd_client.mappings import Segment
 from awexd_transports.boxes import subtract
 from awexd_transports.cells import Grid, Place, Tile, grid
 from awexd_transports.copy import Row, View
+from awexd_transports.cuda.checks import item_of
 from awexd_transports.digest import MASK, Term, parted, terms, total
 from awexd_transports.errors import IntegrityError
 from awexd_transports.kernel import Sums, takes_summed
@@ -47,10 +48,10 @@ def summed_rows(row: Row, entry: Entry, table: Table) -> Iterator[Row]:
 
     They are of the bytes in the segment, after a cast.
     """
-    source = row.destination if row.source.device is not None else row.source  # summed where it arrives
-    if takes_summed(row.destination, source):
-        sums = Sums(entry.tensor.shape, entry.box.offset, entry.box.shape, (), table.ctypes.data)
-        yield replace(row, sums=sums)
+    source = row.destination if row.source.device is not None else row.source  # in host memory: where it arrives
+    summed = replace(row, sums=Sums(entry.tensor.shape, entry.box.offset, entry.box.shape, (), table.ctypes.data))
+    if takes_summed(row.destination, source) or item_of(summed):
+        yield summed
         return
     whole = grid(entry.box.shape, row.destination.itemsize)
     for tile in whole.tiles((0,) * len(whole.shape), whole.shape):
@@ -144,11 +145,12 @@ class Comparison:
         """
         low = low or (0,)
         high = _plus(low, row.destination.shape or (1,))
-        if takes_summed(_summed_side(row), row.source):
-            table = self._tables[rank][self._cells[rank][entry.piece] :].ctypes.data
-            sums = Sums(entry.tensor.shape, entry.box.offset, entry.box.shape, low, table, whole)
+        table = self._tables[rank][self._cells[rank][entry.piece] :].ctypes.data
+        sums = Sums(entry.tensor.shape, entry.box.offset, entry.box.shape, low, table, whole)
+        summed = replace(row, sums=sums)
+        if takes_summed(_summed_side(row), row.source) or item_of(summed):
             self._wholes[id(sums)] = sums, _Whole(rank, row.label, entry, whole, low, high)
-            yield replace(row, sums=sums)
+            yield summed
             return
         for tile in grid(entry.box.shape, whole.itemsize).tiles(low, high):
             part = _minus(tile.taken_low, low), _minus(tile.taken_high, low)
@@ -157,8 +159,8 @@ class Comparison:
             at = len(self._sums)
             self._sums.append(_Sum(rank, first, row.label, entry, tile, to, whole))
             self._found.append(_UNSUMMED)
-            summed = partial(self._sum, at, _all_terms(self._sums[at], of if to.device is not None else to))
-            yield Row(to, of, row.label, False, summed)
+            after = partial(self._sum, at, _all_terms(self._sums[at], of if to.device is not None else to))
+            yield Row(to, of, row.label, False, after)
 
     def forget(self) -> None:
         """Before each run: a sum that is not taken again must not pass."""

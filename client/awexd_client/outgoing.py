@@ -10,7 +10,7 @@ from awexd_client.mappings import Mapping
 from awexd_transports.copy import CopyTable, Row, View
 from awexd_transports.cuda.lent import NotLendable
 from awexd_transports.errors import ManifestMismatch
-from awexd_transports.layout import Entry, Manifest
+from awexd_transports.layout import ALIGNMENT, Entry, Manifest
 from awexd_transports.segment import first_cells, segment_nbytes
 
 
@@ -54,7 +54,13 @@ class SegmentLayout:
             mapping.pin()
         for number, entry, box in self.parts[piece]:
             destination = mapping.piece(self.manifest, number)
-            row = Row(destination, view.sub(box), entry.tensor.name, cast=view.dtype != entry.tensor.dtype)
+            row = Row(
+                destination,
+                view.sub(box),
+                entry.tensor.name,
+                cast=view.dtype != entry.tensor.dtype,
+                padding=-destination.nbytes % ALIGNMENT,
+            )
             if table is None:
                 yield row
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from awexd_transports.copy import CopyTable, Difference, Row, View
 from awexd_transports.cuda import gather
 from awexd_transports.cuda.copies import BATCH
+from awexd_transports.cuda.ring import HALF
 from awexd_transports.dtypes import ITEMSIZE
 from awexd_transports.errors import InvalidArgument
 
@@ -49,7 +51,9 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn", "int8", "int64", "complex64"])
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("way", [("cuda", "cpu"), ("cpu", "cuda"), ("pinned", "cuda"), ("cuda", "cuda")])
+@pytest.mark.parametrize(
+    "way", [("cuda", "cpu"), ("cuda", "pinned"), ("cpu", "cuda"), ("pinned", "cuda"), ("cuda", "cuda")]
+)
 @pytest.mark.usefixtures("each_copier")
 def test_copies_arrive_and_neighbours_stay(dtype: str, cut: str, way: tuple[str, str]) -> None:
     source, destination = filled(dtype, way[0]), filled(dtype, way[1])
@@ -84,9 +88,11 @@ def test_what_other_streams_have_begun_is_waited_for() -> None:
     assert bool((held == 7).all())
 
 
-def test_cast_is_torchs() -> None:
+@pytest.mark.parametrize("pinned", [True, False])
+@pytest.mark.usefixtures("each_copier")
+def test_cast_is_torchs(pinned: bool) -> None:
     source = torch.randn(1000, device="cuda") * 1000
-    held = torch.zeros(1000, dtype=torch.bfloat16)
+    held = torch.zeros(1000, dtype=torch.bfloat16, pin_memory=pinned)
     table = CopyTable([Row(View.of(held), View.of(source), "w", cast=True)])
     table.run()
     assert same_bytes(held, source.cpu().to(torch.bfloat16))
@@ -209,7 +215,101 @@ def test_device_gathers_what_is_strided_or_short_and_copies_what_is_long() -> No
     targets = [torch.zeros_like(tensor, device="cuda") for tensor in (long, short)]
     table = CopyTable([(View.of(to), View.of(of)) for to, of in zip(targets, (long, short), strict=True)])
     assert table._away is not None
-    assert [len(pairs) for pairs in table._away._pairs] == [1]
-    assert [one.tiles(0) for one in table._away._gathers] == [1]
+    assert [len(batch.pairs) for batch in table._away._batches] == [1]
+    assert [one.tiles(0) for one in table._away._gathers.values()] == [1]
     table.run()
     assert all(same_bytes(to, of) for to, of in zip(targets, (long, short), strict=True))
+
+
+def rows_down(count: int, host: torch.Tensor, seed: int) -> tuple[list[Row], list[torch.Tensor], torch.Tensor]:
+    """Rows of many lengths into every other part of that host memory, some out of strided ones; what it then holds."""
+    generator = torch.Generator().manual_seed(seed)
+    expected = host.clone()
+    rows, sources = [], []
+    at = 0
+    for number in range(count):
+        high, wide = (int(n) for n in torch.randint(1, 300, (2,), generator=generator))
+        held = torch.randint(0, 256, (wide, 4 * high), generator=generator, dtype=torch.uint8).cuda().view(torch.int32)
+        of = held.t() if number % 2 else held.reshape(high, wide)
+        view = View.packed(host.data_ptr() + at, (high, wide), "int32", host)
+        rows.append(Row(view, View.of(of), f"w{number}"))
+        sources.append(of)
+        expected[at : at + view.nbytes] = of.cpu().contiguous().view(-1).view(torch.uint8)
+        at += view.nbytes + 4 * number % 300
+    assert at < len(host)
+    return rows, sources, expected
+
+
+@pytest.mark.usefixtures("each_copier")
+def test_what_is_short_or_strided_comes_down_and_neighbours_stay() -> None:
+    """More than both halves of the ring hold, more than once."""
+    host = torch.full((100 << 20,), 255, dtype=torch.uint8).pin_memory()
+    rows, sources, expected = rows_down(900, host, 1)
+    assert sum(row.destination.nbytes for row in rows) > 4 * HALF
+    table = CopyTable(rows)
+    for _ in range(3):
+        host.fill_(255)
+        table.run()
+        assert torch.equal(host, expected)
+    assert table.first_difference() is None
+    sources[7][0, 0] += 1
+    assert table.first_difference() == Difference("w7", (0, 0))
+
+
+def test_padding_that_is_nobodys_comes_down_as_zeros() -> None:
+    host = torch.full((1024,), 255, dtype=torch.uint8).pin_memory()
+    sources = [torch.full((100,), at + 1, dtype=torch.uint8, device="cuda") for at in range(3)]
+    rows = [
+        Row(View.packed(host.data_ptr() + 256 * at, (100,), "uint8", host), View.of(source), padding=156)
+        for at, source in enumerate(sources)
+    ]
+    table = CopyTable(rows)
+    for _ in range(2):
+        table.run()
+        assert [set(host[256 * at : 256 * at + 100].tolist()) for at in range(3)] == [{1}, {2}, {3}]
+        assert [set(host[256 * at + 100 : 256 * at + 256].tolist()) for at in range(2)] == [{0}, {0}]
+        assert set(host[612:].tolist()) == {255}
+
+
+def test_a_row_longer_than_the_ring_comes_down() -> None:
+    source = torch.randn(3000, 5000, device="cuda")
+    host = torch.zeros(5000, 3000).pin_memory()
+    cast = torch.zeros(3000, 5000, dtype=torch.bfloat16).pin_memory()
+    rows = [Row(View.of(host), View.of(source.t())), Row(View.of(cast), View.of(source), cast=True)]
+    CopyTable(rows).run()
+    assert same_bytes(host, source.t())
+    assert same_bytes(cast, source.bfloat16())
+
+
+def test_threads_share_a_ring() -> None:
+    hosts = [torch.full((100 << 20,), 255, dtype=torch.uint8).pin_memory() for _ in range(2)]
+    made = [rows_down(900, host, seed) for seed, host in enumerate(hosts)]
+    tables = [CopyTable(rows) for rows, _, _ in made]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(5):
+            for host in hosts:
+                host.fill_(255)
+            list(pool.map(lambda table: table.run(1), tables))
+            assert all(torch.equal(host, expected) for host, (_, _, expected) in zip(hosts, made, strict=True))
+
+
+def test_weights_made_in_inference_mode_go_and_come() -> None:
+    with torch.inference_mode():
+        source, destination = torch.randn(70, 90, device="cuda"), torch.zeros(70, 90, device="cuda")
+        host = torch.zeros(90, 70).pin_memory()
+        down = CopyTable([(View.of(host), View.of(source.t()))])
+        up = CopyTable([(View.of(destination.t()), View.of(host))])
+        down.run()
+        up.run()
+        assert same_bytes(destination, source)
+    down.run()
+    up.run()
+
+
+@pytest.mark.usefixtures("each_copier")
+def test_table_without_rows_on_a_way() -> None:
+    host, device = torch.randn(8).pin_memory(), torch.zeros(8, device="cuda")
+    for rows in ([], [(View.of(device), View.of(host))], [(View.of(host), View.of(device))]):
+        table = CopyTable(rows)
+        table.run()
+        assert table.first_difference() is None

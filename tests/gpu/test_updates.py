@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from awexd_client import IntegrityError, Shard, WeightWriter, WorkerWeightsReader
 from awexd_transports import kernel, native
-from awexd_transports.cuda import pinning
+from awexd_transports.cuda import gather, pinning
 from tests.daemons import Daemon
 from tests.engines.vllm.workers.trainer import corrupt
 
@@ -26,10 +26,14 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
         yield running
 
 
-@pytest.fixture(params=["library", "python"])
+@pytest.fixture(params=["library", "python", "library without triton", "python without triton"])
 def each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the C library, and without."""
-    if request.param == "python":
+    """With the C library, and without; with Triton, and without."""
+    if "triton" in request.param:
+        monkeypatch.setattr(gather, "available", lambda: False)
+    else:
+        assert gather.available(), "pip install triton"
+    if "python" in request.param:
         monkeypatch.setattr(kernel, "load", lambda: None)
     elif native.load() is None:
         pytest.skip("the C library is not built here: python hatch_build.py")
@@ -100,14 +104,42 @@ def test_other_shardings(daemon: Daemon) -> None:
         assert torch.equal(tied, whole)
 
 
+@pytest.mark.usefixtures("each_way")
+def test_parts_of_cells_are_compared(daemon: Daemon) -> None:
+    """Readers' shares end anywhere in what is summed together."""
+    whole = {"w": torch.randn(777, 1024, device="cuda"), "e": torch.randn(5, 33, 640, device="cuda")}
+    parts = []
+    for name, tensor in whole.items():
+        for low, high in ((0, 211), (211, 604), (604, tensor.shape[-1])):
+            held = torch.zeros_like(tensor[..., low:high]).contiguous()
+            parts.append(Shard(name, held, tuple(tensor.shape), (*(0 for _ in tensor.shape[1:]), low)))
+    with (
+        WeightWriter("parts", 0, 1, daemon.socket, verify="checksum") as writer,
+        WorkerWeightsReader("parts", "e", 0, 1, daemon.socket, verify="checksum") as reader,
+    ):
+        writer.register(whole)
+        reader.register(parts)
+        for step in (1, 2):
+            writer.publish(step)
+            reader.update(step)
+            assert all(torch.equal(part.tensor, part_of(whole[part.name], part)) for part in parts)
+            whole["w"].mul_(2)
+
+
+def part_of(tensor: torch.Tensor, part: Shard) -> torch.Tensor:
+    assert part.offset is not None
+    return tensor[tuple(slice(a, a + n) for a, n in zip(part.offset, part.tensor.shape, strict=True))]
+
+
+@pytest.mark.usefixtures("each_way")
 def test_cast_by_the_writer(daemon: Daemon) -> None:
     live, target = (
         {"w": torch.randn(1000, device="cuda")},
         {"w": torch.zeros(1000, dtype=torch.bfloat16, device="cuda")},
     )
     with (
-        WeightWriter("cast", 0, 1, daemon.socket) as writer,
-        WorkerWeightsReader("cast", "e", 0, 1, daemon.socket) as reader,
+        WeightWriter("cast", 0, 1, daemon.socket, verify="checksum") as writer,
+        WorkerWeightsReader("cast", "e", 0, 1, daemon.socket, verify="checksum") as reader,
     ):
         writer.register(live, dtype=torch.bfloat16)
         writer.publish(1)

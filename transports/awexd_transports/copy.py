@@ -45,7 +45,8 @@ class Row:
         label: names it.
         after: called without arguments each time the row has been copied, on the same thread, while the bytes are in
             that core's cache. Such a row should have at most about BATCH bytes: it is not spread over threads.
-        sums: checksums that are taken in the same pass; only where ``kernel.takes_summed``.
+        sums: checksums that are taken in the same pass; only where ``kernel.takes_summed`` or ``cuda.checks.item_of``.
+        padding: bytes after the destination that are nobody's: they may be written too, as zeros.
     """
 
     destination: View
@@ -54,6 +55,7 @@ class Row:
     cast: bool = False
     after: Callable[[], object] | None = None
     sums: Sums | None = None
+    padding: int = 0
 
 
 @dataclass(frozen=True, slots=True)

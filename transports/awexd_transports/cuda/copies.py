@@ -1,22 +1,27 @@
-"""Copies between host memory and CUDA devices; checksums are taken of the host's side.
+"""Copies to, from and between CUDA devices, and their checksums.
 
-A long run without gaps out of host memory is one DMA. What is strided or short a device gathers itself, in one launch
-for all, where Triton is there and the host's memory is registered with CUDA (``gather``), and so it pulls what another
-device has, or another process on its own; else torch copies it.
-Downwards a batch is summed once it has arrived, upwards while it travels: a device's own memory is never read for that.
+A long run without gaps between a device and host memory is one DMA. Where Triton is there, a device gathers in one
+launch what is strided or short in host memory registered with CUDA (``gather``), and whatever another device has, or
+another process on its own; what is strided, short or cast on a device goes down through a ring (``ring``); and devices
+sum what they send, and what has arrived (``checks``). All else torch copies, and the C library sums the host's side:
+downwards a batch once it has arrived, upwards while it travels.
 Everything is done when ``run`` returns, on every stream of the devices: what a trainer or an engine has in flight there
 comes before, what it does afterwards sees the new bytes.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from awexd_transports.cuda import gather
+from awexd_transports.cuda.checks import DeviceChecks, item_of
 from awexd_transports.cuda.gather import Gather
 from awexd_transports.cuda.peers import reaches
+from awexd_transports.cuda.ring import Down, Drain, packed
+from awexd_transports.cuda.sums import Summed
 from awexd_transports.threads import default_threads
 from awexd_transports.tiles import flat_run
 from awexd_transports.view import View
@@ -28,10 +33,12 @@ if TYPE_CHECKING:
 
 BATCH = 64 << 20
 BATCHES = 16
-"""What comes down is summed in about so many parts, of BATCH bytes at least, while the next ones travel: starting the
-threads for a part takes about a millisecond, and the last part is summed alone."""
+"""What comes or goes is summed in about so many parts, of BATCH bytes at least, while the next ones travel: beginning a
+part takes up to a millisecond, and the last part is summed alone."""
 LONG = 1 << 20
 """Bytes of a run from which on a DMA of its own pays."""
+_BEFORE = -1
+"""The group of checksums that are summed from the beginning on: of what goes down. The others' are their batches."""
 SUMMING = 32
 """Threads that only read and sum: more of them pay than of those that copy."""
 
@@ -45,14 +52,21 @@ class _Batch:
     """Rows that travel one after another.
 
     Attributes:
+        pairs: what torch copies. ``ringed``: devices whose rings bring the rest, all of it, down.
         sums: the host's side of those that the library sums. ``after``: what sums others.
-        down: they come from a device: summed when they have arrived.
+        down: they come from a device: the host sums them when they have arrived.
     """
 
     rows: Sequence[Row]
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ringed: bool
     sums: CopyTable
     after: Sequence[Callable[[], object]]
     down: bool
+
+    @property
+    def awaited(self) -> bool:
+        return self.down and bool(self.sums.nbytes or self.after)
 
 
 class DeviceCopies:
@@ -63,45 +77,59 @@ class DeviceCopies:
     """
 
     def __init__(self, rows: Iterable[Row], table: Callable[[Iterable[Row]], CopyTable]) -> None:
-        self._batches = [
-            _Batch(
-                batch,
-                table(_host_side(row) for row in batch if row.sums),
-                [row.after for row in batch if row.after],
-                _comes_down(batch[0]),
-            )
-            for batch in _batched(rows)
-        ]
-        self._pairs: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
-        gathered: dict[int, list[tuple[View, View]]] = {}
-        for batch in self._batches:
-            self._pairs.append([])
-            for row in batch.rows:
-                device = _gathers(row)
-                if device is None:
-                    self._pairs[-1].append((row.destination.tensor(), row.source.tensor()))
+        self._batches: list[_Batch] = []
+        gathered: dict[int, list[list[tuple[View, View]]]] = defaultdict(list)
+        checked: list[tuple[Row, Summed, int]] = []
+        downs: dict[int, list[Down]] = defaultdict(list)
+        for batch, ringed in _batched(rows):
+            number, down = len(self._batches), _comes_down(batch[0])
+            pairs, summed = [], []
+            for row in batch:
+                device = None if down else _gathers(row)
+                if ringed and row.source.device is not None:
+                    downs[row.source.device].append(Down(row.destination, row.source, row.padding))
+                elif device is None:
+                    pairs.append((row.destination.tensor(), row.source.tensor()))
                 else:
-                    gathered.setdefault(device, []).append((row.destination, row.source))
-        self._gathers = [Gather([pairs], f"cuda:{device}") for device, pairs in gathered.items()]
+                    groups = gathered[device]
+                    groups += ([] for _ in range(number + 1 - len(groups)))
+                    groups[number].append((row.destination, row.source))
+                item = item_of(row, cast=ringed)
+                if item:
+                    checked.append((row, item, _BEFORE if down else number))
+                elif row.sums:
+                    summed.append(_host_side(row))
+            after = [row.after for row in batch if row.after]
+            self._batches.append(_Batch(batch, pairs, ringed, table(summed), after, down))
+        self._gathers = {device: Gather(groups, f"cuda:{device}") for device, groups in gathered.items()}
+        self._drains = [Drain(each, device) for device, each in downs.items()]
+        self._checks = DeviceChecks(checked) if checked else None
         sides = [view for batch in self._batches for row in batch.rows for view in (row.destination, row.source)]
         self._devices = sorted({view.device for view in sides if view.device is not None})
 
     def run(self, threads: int | None, sharing: int) -> None:
         import torch
 
+        threads = threads or default_threads(sharing, SUMMING)
+        rest: Sequence[int] = ()
         self._synchronize()
         try:
-            for each in self._gathers:
-                each.launch()
+            if self._checks:
+                self._checks.begin()
+                self._checks.launch(_BEFORE)
             with torch.inference_mode():  # vLLM's weights were made in it, and may be written in it only
-                arrived = [self._send(pairs) for pairs in self._pairs]
+                arrived = [self._send(number, batch) for number, batch in enumerate(self._batches)]
             for batch, events in zip(self._batches, arrived, strict=True):
-                self._sum(batch, events, threads or default_threads(sharing, SUMMING), sharing)
+                self._sum(batch, events, threads, sharing)
+            if self._checks:
+                rest = self._checks.rest(threads)
         finally:
             self._synchronize()  # whatever went wrong, nothing is under way to memory that may go now
+        if self._checks:
+            self._checks.finish(rest)
 
     def _sum(self, batch: _Batch, arrived: Sequence[Any], threads: int, sharing: int) -> None:
-        if batch.down and (batch.sums.nbytes or batch.after):
+        if batch.awaited:
             for event in arrived:
                 event.synchronize()
         batch.sums.run(threads, sharing=sharing)
@@ -109,6 +137,8 @@ class DeviceCopies:
             call()
 
     def wrong(self) -> tuple[Row, int] | None:
+        if self._checks and (away := self._checks.wrong()):
+            return away
         return next((found for batch in self._batches if (found := batch.sums.wrong())), None)
 
     def in_host(self) -> Iterator[Row]:
@@ -121,12 +151,24 @@ class DeviceCopies:
                     of = View.of(of.tensor().to(to.tensor().dtype))
                 yield replace(row, destination=to, source=of, cast=False, after=None, sums=None)
 
-    def _send(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Any]:
-        """Starts the copies; an event for each device that has its part."""
+    def _send(self, number: int, batch: _Batch) -> Sequence[Any]:
+        """Starts a batch's copies; events of their end, if somebody waits for that."""
+        for each in self._gathers.values():
+            each.launch(number)
+        for to, of in batch.pairs:
+            to.copy_(of, non_blocking=True)
+        if batch.ringed:
+            return [drain.launch() for drain in self._drains]
+        if batch.down:
+            return self._events() if batch.awaited else ()
+        if self._checks:
+            self._checks.launch(number, self._events())
+        return ()
+
+    def _events(self) -> list[Any]:
+        """Of what has been started on the devices' current streams."""
         import torch
 
-        for to, of in pairs:
-            to.copy_(of, non_blocking=True)
         events = []
         for device in self._devices:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -141,16 +183,24 @@ class DeviceCopies:
             torch.cuda.synchronize(device)
 
 
-def _batched(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """All rows that go to devices; then those that come down, in parts."""
-    given = list(rows)
-    up, down = ([row for row in given if _comes_down(row) is way] for way in (False, True))
-    if up:
-        yield up
-    size = max(BATCH, sum(row.destination.nbytes for row in down) // BATCHES)
+def _batched(rows: Iterable[Row]) -> Iterator[tuple[list[Row], bool]]:
+    """What goes to devices; then what comes down: in parts, at last all that goes through rings, which is told."""
+    up: list[Row] = []
+    down: list[Row] = []
+    ringed: list[Row] = []
+    for row in rows:
+        (up if not _comes_down(row) else ringed if _goes_by_ring(row) else down).append(row)
+    yield from ((batch, False) for batch in (_parts(up) if gather.available() else [up] if up else []))
+    yield from ((batch, False) for batch in _parts(down))
+    if ringed:
+        yield ringed, True
+
+
+def _parts(rows: Sequence[Row]) -> Iterator[list[Row]]:
+    size = max(BATCH, sum(row.destination.nbytes for row in rows) // BATCHES)
     batch: list[Row] = []
     room = size
-    for row in down:
+    for row in rows:
         if batch and room < row.destination.nbytes:
             yield batch
             batch, room = [], size
@@ -161,15 +211,25 @@ def _batched(rows: Iterable[Row]) -> Iterator[list[Row]]:
 
 
 def _gathers(row: Row) -> int | None:
-    """The device that gathers this row itself, if one does."""
+    """The device that gathers this row, which goes up or is between devices, itself, if one does."""
     destination, source = row.destination, row.source
     if destination.device is None or not gather.available() or not gather.castable(destination, source):
         return None
     if source.device is not None:
         return destination.device if reaches(destination.device, source.device) else None
-    if flat_run(destination, source) >= LONG:
+    if destination.dtype == source.dtype and flat_run(destination, source) >= LONG:
         return None
     return destination.device if source.tensor().is_pinned() else None
+
+
+def _goes_by_ring(row: Row) -> bool:
+    """Whether this row, which comes down, is gathered first."""
+    destination, source = row.destination, row.source
+    if not gather.available() or not gather.castable(destination, source) or not packed(destination):
+        return False
+    if destination.dtype == source.dtype and flat_run(destination, source) >= LONG:
+        return False
+    return destination.tensor().is_pinned()
 
 
 def _comes_down(row: Row) -> bool:

@@ -184,13 +184,13 @@ class Gather:
         return sum(table.bounds[group + 1] - table.bounds[group] for table in self._tables)
 
     def launch(self, group: int = 0) -> None:
-        """On the device's current stream."""
+        """On the device's current stream. Nothing where there is no such group."""
         import torch
 
         from awexd_transports.cuda import kernel
 
         for table in self._tables:
-            first, end = table.bounds[group : group + 2]
+            first, end = (table.bounds[min(at, len(table.bounds) - 1)] for at in (group, group + 1))
             if end > first:
                 with torch.cuda.device_of(table.tiles):  # type: ignore[no-untyped-call]
                     kernel.launch(table.tiles, table.shapes, first, end - first, table.of, table.to, BLOCK)
