@@ -16,7 +16,7 @@ from awexd_transports.copy import Row
 from awexd_transports.cuda.checks import DeviceChecks
 from awexd_transports.cuda.gather import Gather
 from awexd_transports.cuda.sums import DeviceSums, Summed, cells_of, takes
-from awexd_transports.digest import MASK, digest
+from awexd_transports.digest import MASK, SPAN, digest
 from awexd_transports.dtypes import dtype_name
 from awexd_transports.kernel import Sums
 from awexd_transports.segment import CHECKSUM_OFFSET
@@ -127,6 +127,14 @@ def sums(count: int = 60) -> None:
             for _, held in made:
                 held[...] = held.flip(0) if held.ndim else torch.ones((), dtype=held.dtype)
     assert taken > count
+    long = torch.randint(0, 1 << 62, (400_000,))
+    for before in (0, SPAN - 1000):  # along a row longer than a span the words' weights begin again
+        item = Summed(View.of(long), (before + len(long),), (before,))
+        expected = [
+            digest(item.view.sub([slice(*low, *high)]), item.tensor, (before + low[0],))
+            for _, low, high, *_ in cells_of(item)
+        ]
+        assert DeviceSums([item]).run().tolist() == expected
 
 
 def checks(count: int = 20) -> None:
