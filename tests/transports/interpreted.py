@@ -108,7 +108,7 @@ def summed() -> tuple[Summed, torch.Tensor]:
     return item, held
 
 
-def sums(count: int = 60) -> None:
+def sums(count: int = 40) -> None:
     """Against ``digest``, cell by cell: boxes with any strides, parts of pieces, several at once and in groups."""
     taken = 0
     for _ in range(count):
