@@ -9,7 +9,7 @@ import time
 from awexd import access
 from awexd.service import Call, Reply, Service
 from awexd.store import Wait
-from awexd.store.model import Failure, Result
+from awexd.store.model import Failure, Result, VersionKey
 from awexd_transports.layout import digest_of
 from awexd_transports.segment import HEADER_BYTES
 
@@ -99,17 +99,22 @@ class Engines:
         }
         return Reply(body)
 
-    def _confirm(self, call: Call) -> Reply:
+    def _confirm(self, call: Call) -> Reply | Wait:
         job, worker = self._store.worker_of(call.session)
         lease = self._store.leases.get(call.arguments["lease"])
         version = job.versions.get(lease.key) if lease else None
+        confirmed: Wait | VersionKey | None = None
         try:
-            epoch, step = self._store.confirm(call.session, call.arguments["lease"], time.monotonic())
+            confirmed = self._store.confirm(call.session, call.arguments["lease"], time.monotonic())
         finally:
-            worker.verified = None
-            if worker.version:
-                told = (call.arguments[field] for field in ("nbytes", "stage_us", "pause_us"))
-                worker.result = Result(*told, *((version.borrowed, version.reason) if version else ()))
+            if not isinstance(confirmed, Wait):
+                worker.verified = None
+                if worker.version:
+                    told = (call.arguments[field] for field in ("nbytes", "stage_us", "pause_us"))
+                    worker.result = Result(*told, *((version.borrowed, version.reason) if version else ()))
+        if isinstance(confirmed, Wait):
+            return confirmed
+        epoch, step = confirmed
         return Reply({"epoch": epoch, "step": step, "updates": worker.round})
 
     def _release(self, call: Call) -> Reply:

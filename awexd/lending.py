@@ -34,6 +34,7 @@ class Lenders:
                 "write.lend": self._lend,
                 "write.choose": self._choose,
                 "write.borrow": self._borrow,
+                "write.affirm": self._affirm,
                 "write.captured": self._captured,
                 "write.revoke": self._revoke,
                 "segment.dropped": self._dropped,
@@ -72,6 +73,10 @@ class Lenders:
             self._service.note("committed", job.name, f"{outcome} committed, borrowed", logging.DEBUG)
         attempt = outcome.attempt if isinstance(outcome, Version) else outcome
         return Reply({"epoch": job.epoch, "attempt": attempt, "committed": committed})
+
+    def _affirm(self, call: Call) -> Reply:
+        self._store.affirm(call.session, *(call.arguments[k] for k in ("step", "attempt", "good")))
+        return Reply({})
 
     def _captured(self, call: Call) -> Reply | Wait:
         job, _ = self._store.writer_of(call.session)

@@ -280,6 +280,7 @@ OPERATIONS: dict[str, dict[str, Check]] = {
     "write.lend": {"nbytes": _whole(1, 1 << 60), "devices": _uuids},
     "write.choose": {"step": _STEP, "set": _digest},
     "write.borrow": {"step": _STEP, "set": _digest, "segment": _text, "checksums": _boolean},
+    "write.affirm": {"step": _STEP, "attempt": _ATTEMPT, "good": _boolean},
     "write.captured": {**_ATTEMPTED, "at_once": _boolean},
     "write.revoke": {},
     # an inference process

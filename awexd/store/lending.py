@@ -59,10 +59,26 @@ class Lending(Sessions):
             return waiting
         job.choice = borrowing.choice_of(job, step) or borrowing.choose(job, step, "direct", 0.0)
         begun = writing.begin_borrowed(job, writer, step, segment, self._next_attempt)
+        begun.attempt.doubted.add(writer.rank)
         self._next_attempt = max(self._next_attempt, begun.attempt.number + 1)
         version = writing.seal(job, writer, step, checksums)
         self._settle(job)
         return version or begun.attempt.number
+
+    def affirm(self, session: Session, step: int, attempt: int, good: bool) -> None:
+        """The rank's memory is (or is not) what it declared; only then is an update to that version a success."""
+        job, writer = self.writer_of(session)
+        version = job.versions.get((job.epoch, step))
+        current = job.attempts.get(step)
+        for found in (version if version and version.attempt == attempt else None, current):
+            if found is not None:
+                found.doubted.discard(writer.rank)
+        if not good and version is not None and version.attempt == attempt:
+            version.withdrawn = True
+            self._withdrawn(job)
+        elif not good and current is not None and current.number == attempt:
+            abort(job, step, f"rank {writer.rank}'s memory is not what it declared")
+        self._settle(job)
 
     def captured(self, session: Session, epoch: int, step: int, attempt: int, at_once: bool) -> Wait | None:
         """None once the borrowed version is over: every engine has it, or (``at_once``) it is simply withdrawn.

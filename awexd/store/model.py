@@ -127,12 +127,16 @@ class Choice(NamedTuple):
 
 @dataclass(slots=True)
 class Attempt:
-    """One try at a version: a segment a rank, sealed one by one. ``digests``: what its ranks had registered."""
+    """One try at a version: a segment a rank, sealed one by one. ``digests``: what its ranks had registered.
+
+    ``doubted``: ranks that lend their memory and still look whether it is what they declared.
+    """
 
     number: int
     epoch: int
     step: int
     borrowed: bool = False
+    doubted: set[int] = field(default_factory=set)
     segments: dict[int, str] = field(default_factory=dict)
     digests: dict[int, str] = field(default_factory=dict)
     sealed: set[int] = field(default_factory=set)
@@ -147,6 +151,7 @@ class Version:
         withdrawn: rolled back or dropped; here only until its leases end, and good for nobody.
         borrowed: its bytes are the writers' live parameters; withdrawn before those change.
         reason: why it is borrowed, or is not.
+        doubted: as of its attempt: until it is empty, no update to it is a success.
     """
 
     key: VersionKey
@@ -160,6 +165,7 @@ class Version:
     withdrawn: bool = False
     borrowed: bool = False
     reason: str = ""
+    doubted: set[int] = field(default_factory=set)
 
     @property
     def leaving(self) -> bool:

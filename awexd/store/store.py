@@ -24,6 +24,7 @@ from awexd.store.model import (
     Wait,
     Worker,
     Writer,
+    describe_ranks,
 )
 from awexd.store.slots import Shortfall
 from awexd.store.writing import Begun
@@ -284,7 +285,7 @@ class Store(Lending):
             self._hold_round(job, worker, outcome, lease)
         return Resolved(outcome, lease)
 
-    def confirm(self, session: Session, lease_id: str, now: float) -> VersionKey:
+    def confirm(self, session: Session, lease_id: str, now: float) -> Wait | VersionKey:
         """The update under that lease is done.
 
         Raises:
@@ -297,6 +298,8 @@ class Store(Lending):
             self._dirty(job, worker)
             raise VersionUnavailable(f"{job.name}: the lease of this update has run out; update again")
         version = job.versions[lease.key]
+        if version.doubted and not version.withdrawn:
+            return Wait(job.name, lambda: f"{describe_ranks(version.doubted)} to affirm {version}")
         ended = reading.confirm(job.engines[worker.engine], worker, lease.key)
         self._end_leases([lease_id, *ended])
         if version.withdrawn:

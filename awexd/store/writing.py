@@ -239,6 +239,7 @@ def _commit(job: Job, attempt: Attempt) -> Version:
         set_digest=set_digest_of(digests),
         nbytes=sum(segment.nbytes for segment in segments),
         borrowed=attempt.borrowed,
+        doubted=attempt.doubted,
         reason=job.choice.reason if job.choice is not None and job.choice.step == attempt.step else "",
     )
     job.versions[version.key] = version

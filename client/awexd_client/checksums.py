@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -18,10 +18,13 @@ import numpy.typing as npt
 from awexd_client.mappings import Segment
 from awexd_transports.boxes import subtract
 from awexd_transports.cells import Grid, Place, Tile, grid
-from awexd_transports.copy import Row, View
+from awexd_transports.copy import CopyTable, Row, View
+from awexd_transports.cuda import gather
 from awexd_transports.cuda.checks import item_of
+from awexd_transports.cuda.lent import Description
+from awexd_transports.cuda.sums import DeviceSums, Summed
 from awexd_transports.digest import MASK, Term, parted, terms, total
-from awexd_transports.errors import IntegrityError
+from awexd_transports.errors import IntegrityError, InvalidArgument
 from awexd_transports.kernel import Sums, takes_summed
 from awexd_transports.layout import Box, Entry, Manifest
 from awexd_transports.segment import CHECKSUM_BYTES, CHECKSUM_OFFSET, first_cells
@@ -33,7 +36,7 @@ _OFFSET = np.uint64(CHECKSUM_OFFSET).view(np.int64)
 Table = npt.NDArray[np.int64]
 
 
-def table_of(manifest: Manifest, mapping: Segment, count: int | None = None) -> Table:
+def table_of(manifest: Manifest, mapping: Segment | Description, count: int | None = None) -> Table:
     """The table in a mapped segment: the very memory. It does not keep the mapping.
 
     Args:
@@ -78,6 +81,40 @@ def _store_all(sums: Callable[[], Table], into: Table) -> None:
 
 def _store_each(cells: Sequence[Sequence[Term]], into: Table) -> None:
     into.view(np.uint64)[:] = [(total(parts) + CHECKSUM_OFFSET) & MASK for parts in cells]
+
+
+class OwnSums:
+    """Checksums of pieces where they lie, taken anew for each version and stored in their table.
+
+    Args:
+        views: where the pieces of ``manifest`` lie, by number.
+
+    Raises:
+        InvalidArgument: pieces that no device sums.
+    """
+
+    def __init__(self, manifest: Manifest, views: Sequence[View], table: Table) -> None:
+        self._table = table
+        cells = first_cells(manifest)
+        placed = list(zip(manifest.pieces, views, pairwise(cells), strict=True))
+        inner = [one for one in placed if one[1].device is None]
+        self._host = CopyTable(
+            row
+            for entry, view, (first, end) in inner
+            for row in summed_rows(Row(view, view, entry.tensor.name), entry, table[first:end])
+        )
+        outer = [one for one in placed if one[1].device is not None and one[1].numel]
+        self._device: DeviceSums | None = None
+        if outer:
+            if not gather.available():
+                raise InvalidArgument("checksums of weights on a GPU need Triton")
+            self._device = DeviceSums(Summed(view, e.tensor.shape, e.box.offset, e.box.shape) for e, view, _ in outer)
+            self._places = np.concatenate([np.arange(first, end) for *_, (first, end) in outer])
+
+    def store(self) -> None:
+        self._host.run()
+        if self._device is not None:
+            self._table[self._places] = self._device.run().view(np.int64) + _OFFSET
 
 
 class _Sum(NamedTuple):
@@ -135,6 +172,12 @@ class Comparison:
         other._sums, other._found, other._wholes = [], [], {}
         return other
 
+    def takes(self, row: Row, rank: int, entry: Entry, whole: View, low: Place) -> bool:
+        """Whether ``rows`` can sum it. It always can, but for what only devices see and none of them sums."""
+        if whole.device is None:
+            return True
+        return item_of(replace(row, sums=self._sums_of(rank, entry, whole, low or (0,)))) is not None
+
     def rows(self, row: Row, rank: int, entry: Entry, whole: View, low: Place) -> Iterator[Row]:
         """The row, which copies a part of a piece of that rank, tile by tile.
 
@@ -145,10 +188,9 @@ class Comparison:
         """
         low = low or (0,)
         high = _plus(low, row.destination.shape or (1,))
-        table = self._tables[rank][self._cells[rank][entry.piece] :].ctypes.data
-        sums = Sums(entry.tensor.shape, entry.box.offset, entry.box.shape, low, table, whole)
+        sums = self._sums_of(rank, entry, whole, low)
         summed = replace(row, sums=sums)
-        if takes_summed(_summed_side(row), row.source) or item_of(summed):
+        if whole.device is not None or takes_summed(_summed_side(row), row.source) or item_of(summed):
             self._wholes[id(sums)] = sums, _Whole(rank, row.label, entry, whole, low, high)
             yield summed
             return
@@ -161,6 +203,10 @@ class Comparison:
             self._found.append(_UNSUMMED)
             after = partial(self._sum, at, _all_terms(self._sums[at], of if to.device is not None else to))
             yield Row(to, of, row.label, False, after)
+
+    def _sums_of(self, rank: int, entry: Entry, whole: View, low: Place) -> Sums:
+        table = self._tables[rank][self._cells[rank][entry.piece] :].ctypes.data
+        return Sums(entry.tensor.shape, entry.box.offset, entry.box.shape, low, table, whole)
 
     def forget(self) -> None:
         """Before each run: a sum that is not taken again must not pass."""
@@ -206,10 +252,11 @@ class Comparison:
         """What is wrong with a tile, as closely as can be said now."""
         cells = grid(one.entry.box.shape, one.source.itemsize)
         stored = self._tables[one.rank].view(np.uint64)
+        held = one.source if one.source.device is None else View.of(one.source.tensor().cpu())
         places = [(one.first + at, *cells.cell(one.tile.cell + at)) for at in range(one.tile.cells)]
         for number, low, high in places:
-            held = total(terms(_sub(one.source, low, high), one.entry.tensor.shape, _plus(one.entry.box.offset, low)))
-            if (held + CHECKSUM_OFFSET) & MASK != int(stored[number]):
+            parts = terms(_sub(held, low, high), one.entry.tensor.shape, _plus(one.entry.box.offset, low))
+            if (total(parts) + CHECKSUM_OFFSET) & MASK != int(stored[number]):
                 where = _box(one.entry, low, high)
                 return f"{one.label} {where}: the bytes that are held are not those that rank {one.rank} wrote"
         taken = _box(one.entry, one.tile.taken_low, one.tile.taken_high)

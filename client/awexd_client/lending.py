@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 
 from awexd.manifests import lasting_memfd
 from awexd.protocol import MAX_DEVICES
+from awexd_client.checksums import OwnSums, table_of
 from awexd_client.endpoint import Deadline
 from awexd_client.holding import Holding
 from awexd_client.outgoing import SegmentLayout
 from awexd_client.publication import Publication
 from awexd_transports.cuda import driver as cuda
 from awexd_transports.cuda.lent import Description, NotLendable, describe, size_of, write_description
-from awexd_transports.errors import AwexdError, VersionConflict
+from awexd_transports.errors import AwexdError, EpochChanged, InvalidArgument, VersionConflict
 from awexd_transports.view import View
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class Lent:
         segment: the daemon's id of it.
         views: where each piece of the segment's manifest lies.
         devices: ordinals of the devices that it is on.
+        sums: of what lies there; None where they are not wanted, or cannot be taken.
+        nbytes: of the views.
     """
 
     segment: str
@@ -43,6 +46,8 @@ class Lent:
     views: tuple[View, ...]
     devices: tuple[int, ...]
     description: Description
+    sums: OwnSums | None
+    nbytes: int
 
 
 class Lender:
@@ -52,6 +57,8 @@ class Lender:
         self._writer = writer
         self._lent: Lent | None = None
         self._refused: tuple[Holding, NotLendable] | None = None
+        self._open: Publication | None = None
+        """The last version, while it may still be read."""
 
     def publish(self, step: int, deadline: Deadline) -> tuple[Publication | None, str]:
         """The version, lent; or why this step goes through host memory.
@@ -61,7 +68,7 @@ class Lender:
             VersionConflict: as ``WeightWriter.publish``; ``details["set_changed"]``: another rank's weights changed.
         """
         writer = self._writer
-        writer._refresh()
+        writer._refresh(quick=True)
         if writer._segment_ is None:
             writer._prepare(deadline)
         try:
@@ -76,11 +83,16 @@ class Lender:
             if not choice["borrowed"]:
                 return None, choice["reason"]
         cuda.driver.synchronize(lent.devices)  # on every stream: what readers copy is what the caller sees
-        answer = writer._ask("write.borrow", deadline.left(), **asked, segment=lent.segment, checksums=False)
-        publication = Publication(writer, step, lent=True)
+        if lent.sums is not None:
+            self._take_back(deadline)  # readers of the step before compare with what stands there
+            lent.sums.store()
+        stored = lent.sums is not None
+        answer = writer._ask("write.borrow", deadline.left(), **asked, segment=lent.segment, checksums=stored)
+        self._open = publication = Publication(writer, step, lent=True)
         publication.epoch, publication._attempt = answer["epoch"], answer["attempt"]
         publication._committed = answer["committed"]
-        publication.nbytes = sum(view.nbytes for view in lent.views)
+        publication.nbytes = lent.nbytes
+        self._affirm(publication, lent, deadline)
         return publication, ""
 
     def end(self, publication: Publication, timeout: float, *, at_once: bool) -> None:
@@ -88,7 +100,7 @@ class Lender:
         writer, asked = self._writer, Deadline(timeout)
         while True:
             try:
-                writer._surviving(lambda deadline: self._end(publication, deadline, at_once), asked)
+                writer._surviving(lambda deadline: self._end(publication, deadline, at_once=at_once), asked)
             except VersionConflict as error:
                 if not error.details.get("retry"):
                     raise
@@ -96,6 +108,8 @@ class Lender:
                     return
                 self._again(publication, asked)
             else:
+                if self._open is publication:
+                    self._open = None
                 return
 
     def revoke(self, deadline: Deadline) -> None:
@@ -106,7 +120,7 @@ class Lender:
 
     def forget(self) -> None:
         """What was declared is over: the daemon it was declared to has gone, or has taken it back."""
-        lent, self._lent = self._lent, None
+        lent, self._lent, self._open = self._lent, None, None
         if lent is not None:
             lent.description.close()
 
@@ -115,9 +129,33 @@ class Lender:
             self.revoke(Deadline(CLOSE_SECONDS))
         self.forget()
 
-    def _end(self, publication: Publication, deadline: Deadline, at_once: bool) -> None:
+    def _end(self, publication: Publication, deadline: Deadline, *, at_once: bool) -> None:
         attempted = {"epoch": publication.epoch, "step": publication.step, "attempt": publication._attempt}
         self._writer._ask("write.captured", deadline.left(), **attempted, at_once=at_once)
+
+    def _affirm(self, publication: Publication, lent: Lent, deadline: Deadline) -> None:
+        """The slow half of the look at the tensors, while readers copy already; no update succeeds before it.
+
+        Raises:
+            VersionConflict: some are read otherwise than when they were declared. Readers that have begun fail.
+        """
+        good = not lent.holding.watch.reshaped()
+        step, attempt = publication.step, publication._attempt
+        self._writer._ask("write.affirm", deadline.left(), step=step, attempt=attempt, good=good)
+        if not good:
+            self._open = None
+            self._writer._refresh()
+            raise VersionConflict(
+                f"{self._writer.job}: a tensor's shape or strides changed where it lies; step {step} is withdrawn, "
+                "publish the next one"
+            )
+
+    def _take_back(self, deadline: Deadline) -> None:
+        """Withdraws the version before, if its caller has not waited for its end."""
+        before, self._open = self._open, None
+        if before is not None and not before._captured:
+            with contextlib.suppress(VersionConflict, EpochChanged):  # it is over already
+                self._end(before, deadline, at_once=True)
 
     def _again(self, publication: Publication, deadline: Deadline) -> None:
         """A daemon that went took the version along; its bytes are still there."""
@@ -158,6 +196,17 @@ class Lender:
         self._lent = self._declare(holding, layout, views, uuids, body, deadline)
         return self._lent
 
+    def _sums(self, layout: SegmentLayout, views: tuple[View, ...], description: Description) -> OwnSums | None:
+        if self._writer.verify_mode == "off":
+            return None
+        try:
+            return OwnSums(layout.manifest, views, table_of(layout.manifest, description))
+        except InvalidArgument as error:
+            _log.warning(
+                "%s is lent without checksums: readers compare with what is there: %s", self._writer.job, error
+            )
+            return None
+
     def _declare(
         self,
         holding: Holding,
@@ -173,6 +222,7 @@ class Lender:
             write_description(fd, body, table_at)
             description = Description(fd, nbytes, layout.manifest, writable=True)
             try:
+                sums = self._sums(layout, views, description)
                 arguments = {"nbytes": nbytes, "devices": uuids}
                 answer, _ = self._writer._call("write.lend", arguments, deadline.left(), [fd])
             except BaseException:
@@ -181,4 +231,5 @@ class Lender:
         finally:
             os.close(fd)
         devices = {device for view in views if (device := cuda.driver.device_of(view)) is not None}
-        return Lent(answer["segment"], holding, layout, views, tuple(sorted(devices)), description)
+        nbytes = sum(view.nbytes for view in views)
+        return Lent(answer["segment"], holding, layout, views, tuple(sorted(devices)), description, sums, nbytes)

@@ -321,14 +321,15 @@ class WorkerWeightsReader(Preparing):
                 f"{self.job}: what was staged was given up since, or went with its connection to the daemon; "
                 "update again"
             )
-        if holding.watch.changed():
-            error = VersionConflict(f"{self.job}: tensors were rebound or moved since this was staged; update again")
+        if holding.watch.moved():
+            error = self._rebound()
             self._release(staged.lease, error=error)
             raise error
         self._state, self._version, self._leased = "dirty", None, None
         began = time.monotonic()
         try:
-            staged.prepared.live.run(sharing=self.world_size)
+            # The slow half of the look, while devices copy: what was registered is still there to be written.
+            staged.prepared.live.run(sharing=self.world_size, meanwhile=self._check_form)
             load_of_engine(holding.weights)
             result = UpdateResult(
                 epoch=staged.epoch,
@@ -347,6 +348,13 @@ class WorkerWeightsReader(Preparing):
             raise
         self._state, self._version, self._updates = "ready", (staged.epoch, staged.step), staged.updates
         return result
+
+    def _check_form(self) -> None:
+        if self._holding.watch.reshaped():
+            raise self._rebound()
+
+    def _rebound(self) -> VersionConflict:
+        return VersionConflict(f"{self.job}: tensors were rebound or moved since this was staged; update again")
 
     def _confirm(self, staged: Staged, result: UpdateResult, deadline: Deadline) -> None:
         """Tells the daemon that the bytes are in; waits for its answer only where that could be a refusal.

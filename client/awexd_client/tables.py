@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -87,15 +87,15 @@ class Tables:
                 mismatched={difference.label: f"they differ first at {list(difference.index)} of their part"},
             )
 
-    def run(self, threads: int | None = None, *, sharing: int = 1) -> None:
-        """Copies, and compares what arrived in the same pass. ``threads``, ``sharing``: as of ``CopyTable.run``.
+    def run(self, threads: int | None = None, *, sharing: int = 1, meanwhile: Callable[[], object] = bool) -> None:
+        """Copies, and compares what arrived in the same pass. Arguments as of ``CopyTable.run``.
 
         Raises:
             IntegrityError: some of what is in the live tensors now is not what its writer wrote.
         """
         if self.sums:
             self.sums.forget()
-        self.copies.run(threads, sharing=sharing)
+        self.copies.run(threads, sharing=sharing, meanwhile=meanwhile)
         if self.sums:
             self.sums.check(self.copies.wrong())
         difference = self.bare.first_difference(threads) if self.bare.nbytes else None
@@ -190,7 +190,11 @@ def build(
         entry = manifest.entries[copy.source_entry]
         low = tuple(a - b for a, b in zip(copy.box.offset, entry.box.offset, strict=True))
         whole = sources.piece(copy, segments)
-        rows += sums.rows(row, copy.source, manifest.pieces[entry.piece], whole, low)
+        summed = row, copy.source, manifest.pieces[entry.piece], whole, low
+        if sums.takes(*summed):
+            rows += sums.rows(*summed)
+        else:
+            bare.append(row)
     return Tables(CopyTable([*rows, *bare]), same, sums, CopyTable(bare))
 
 

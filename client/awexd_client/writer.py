@@ -288,12 +288,15 @@ class WeightWriter(Endpoint):
             raise
         return publication, mapping
 
-    def _refresh(self) -> None:
-        """Looks the target up again where its tensors were rebound or moved: stale memory must never be published."""
+    def _refresh(self, *, quick: bool = False) -> None:
+        """Looks the target up again where its tensors were rebound or moved: stale memory must never be published.
+
+        ``quick``: the caller looks at ``watch.reshaped`` himself.
+        """
         holding = self._holding
         if holding.weights.check is not None:
             holding.weights.check(holding.target)
-        if not holding.watch.changed():
+        if not (holding.watch.moved() if quick else holding.watch.changed()):
             return
         fresh = Holding.of(holding.target, holding.adapter, self._casts)
         if fresh.manifest.digest != holding.manifest.digest:

@@ -200,7 +200,9 @@ class Engine:
 
     def confirm(self, lease: Lease) -> tuple[int, int]:
         try:
-            return self.world.store.confirm(self.session, lease.id, self.world.now)
+            confirmed = self.world.store.confirm(self.session, lease.id, self.world.now)
+            assert not isinstance(confirmed, Wait), confirmed
+            return confirmed
         finally:
             self.world.drain()
 

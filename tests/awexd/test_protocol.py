@@ -74,7 +74,7 @@ def test_operations_are_these() -> None:
     names = (
         "write.register write.ready write.reserve write.slot write.publish "
         "write.begin write.seal write.abort write.committed "
-        "write.lend write.choose write.borrow write.captured write.revoke "
+        "write.lend write.choose write.borrow write.affirm write.captured write.revoke "
         "read.sources read.register read.siblings read.resolve read.confirm read.release read.wait read.engine "
         "read.verified "
         "segment.open segment.closed segment.dropped goodbye "

@@ -303,6 +303,41 @@ def test_daemon_killed_between_publish_and_captured(node: Node) -> None:
     assert engine.do("result = len(gpu.opened)") == 1
 
 
+def test_parameters_that_change_before_captured_are_found_by_their_checksums(node: Node) -> None:
+    trainer, engine = node.trainer(), node.engine()
+    trainer.do(PUBLISH.format(1) + "; live['a'][1, 2] += 1")
+    with pytest.raises(RemoteError, match=r"a .*the bytes that are held are not those that rank 0 wrote") as caught:
+        engine.do(UPDATE.format(None))
+    assert caught.value.kind == "IntegrityError"
+    assert engine.do("result = [reader.state, reader.version]") == ["dirty", None]
+    trainer.do(PUBLISH.format(2) + "; live['a'][1, 2] -= 0")
+    assert engine.do("result = reader.update(timeout=20).step") == 2
+    trainer.do(CAPTURED)
+
+
+def test_without_checksums_copies_are_compared_with_their_source(node: Node) -> None:
+    trainer, engine = node.trainer(verify="off"), node.engine()
+    trainer.do(PUBLISH.format(1))
+    assert engine.do(UPDATE.format(None))[-1] == expected(1, 4)
+
+
+def test_tensor_turned_in_place_is_never_read_as_it_was(node: Node) -> None:
+    trainer, engine = node.trainer(), node.engine()
+    trainer.do("square = gpu.tensors({'s': torch.arange(9.0).view(3, 3)})['s']; writer.register({'s': square})")
+    engine.do("into = gpu.tensors({'s': torch.zeros(3, 3)}); reader.register(into)")
+    trainer.do("publication = writer.publish(1)")
+    assert engine.do("reader.update(); result = into['s'].tolist()") == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    trainer.do("publication.captured(timeout=20); square.data = square.data.t()")
+    engine.start("reader.update(2, timeout=20)")
+    with pytest.raises(RemoteError, match="changed where it lies") as caught:
+        trainer.do("writer.publish(2)")
+    assert caught.value.kind == "VersionConflict"
+    with pytest.raises(RemoteError, match=r"withdrawn|not held any more"):
+        engine.finish()
+    trainer.do("publication = writer.publish(3)")
+    assert engine.do("reader.update(); result = into['s'].tolist()") == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
+
+
 def test_trainer_and_engine_in_one_process(node: Node) -> None:
     both = node.trainer()
     given = {"engine": "e", "rank": 0, "size": 1, "rows": 4, "mode": "direct", "verify": "checksum"}

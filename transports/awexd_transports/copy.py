@@ -138,16 +138,19 @@ class CopyTable:
         with _plain_tensors():
             self._batches = _batches(rest)
 
-    def run(self, threads: int | None = None, *, sharing: int = 1) -> None:
+    def run(self, threads: int | None = None, *, sharing: int = 1, meanwhile: Callable[[], object] = bool) -> None:
         """All copies, in place; returns when every byte is there.
 
         Args:
             threads: this one included; at most MAX_THREADS. None: ``default_threads(sharing)``.
             sharing: processes of this node that copy at the same time.
+            meanwhile: called once, while devices copy, or before anything is copied where none does.
         """
         wanted = self._threads(threads, sharing)
         if self._away:
-            self._away.run(threads, sharing)
+            self._away.run(threads, sharing, meanwhile)
+        else:
+            meanwhile()
         if not self._rows:
             return
         work = self._jobs.start()

@@ -1,14 +1,23 @@
-"""Noticing, for less than a microsecond a tensor, that live tensors are no longer those that were registered."""
+"""Noticing, for a fraction of a microsecond a tensor, that live tensors are no longer those that were registered."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from awexd_client.adapters.base import is_dtensor
 from awexd_client.adapters.live import mapping_of, modules_of
 from awexd_client.adapters.names import is_derived_buffer
 from awexd_transports.layout import Shard
+
+Look = Callable[[Any], Any]
+_PLACE: Look = operator.methodcaller("data_ptr")
+_FORM: tuple[Look, ...] = (
+    operator.methodcaller("stride"),
+    operator.attrgetter("shape"),
+    operator.attrgetter("dtype"),
+)
 
 
 class Watch:
@@ -20,10 +29,12 @@ class Watch:
 
     def __init__(self, target: object) -> None:
         self._tables: list[tuple[Mapping[str, Any], int]] = []
-        self._objects: list[tuple[Mapping[str, Any], str, Any]] = []
+        self._gets: list[Callable[[str], Any]] = []
+        self._keys: list[str] = []
+        self._objects: list[Any] = []
         self._locals: list[tuple[Any, Any]] = []
-        # With the two methods bound already, which is a third of a look's time.
-        self._places: list[tuple[Any, Any, Any, int, tuple[int, ...], Any, Any]] = []
+        self._tensors: list[Any] = []
+        self._known: dict[Look, list[Any]] = {look: [] for look in (_PLACE, *_FORM)}
         mapping = mapping_of(target)
         modules = modules_of(target)
         if mapping is not None:
@@ -36,25 +47,33 @@ class Watch:
                 self._add_tensor(tensor)
 
     def changed(self) -> bool:
-        """Whether an entry was added, removed or rebound, or a tensor's memory moved or was freed."""
+        """Whether an entry was added, removed or rebound, or a tensor's memory moved, went or is read otherwise."""
+        return self.moved() or self.reshaped()
+
+    def moved(self) -> bool:
+        """All of that but for tensors whose memory has stayed: the cheap half, which finds nearly every change."""
         for table, size in self._tables:
             if len(table) != size:
                 return True
-        for table, key, value in self._objects:
-            if table.get(key) is not value:
-                return True
+        if any(map(operator.is_not, map(operator.call, self._gets, self._keys), self._objects)):
+            return True
         for tensor, local in self._locals:
             if tensor._local_tensor is not local:
                 return True
-        # `p.data = p.data.t()` keeps the address: shape, strides and dtype say how it is read.
-        for data_ptr, stride, tensor, address, strides, shape, dtype in self._places:
-            if data_ptr() != address or stride() != strides or tensor.shape != shape or tensor.dtype != dtype:
-                return True
-        return False
+        return self._differ(_PLACE)
+
+    def reshaped(self) -> bool:
+        """Whether a tensor is read otherwise where it lies: `p.data = p.data.t()` keeps the address."""
+        return any(map(self._differ, _FORM))
+
+    def _differ(self, look: Look) -> bool:
+        # One pass of C code, in which nothing is kept: lists of new tuples would set the garbage collector off.
+        return any(map(operator.ne, map(look, self._tensors), self._known[look]))
 
     def _add_module(self, module: Any) -> None:
         self._add_table(module._modules, ())
-        self._objects += [(module._modules, key, child) for key, child in module._modules.items()]
+        for key in module._modules:
+            self._add_entry(module._modules, key)
         self._add_table(module._parameters, module._parameters)
         # Rotary tables are rebound as sequences grow; they are no weights.
         self._add_table(module._buffers, [key for key in module._buffers if not is_derived_buffer(key)])
@@ -62,16 +81,22 @@ class Watch:
     def _add_table(self, table: Mapping[str, Any], keys: Iterable[str]) -> None:
         self._tables.append((table, len(table)))
         for key in keys:
-            self._objects.append((table, key, table[key]))
+            self._add_entry(table, key)
             if table[key] is not None:
                 self._add_tensor(table[key])
+
+    def _add_entry(self, table: Mapping[str, Any], key: str) -> None:
+        self._gets.append(table.get)
+        self._keys.append(key)
+        self._objects.append(table[key])
 
     def _add_tensor(self, tensor: Any) -> None:
         if is_dtensor(tensor):
             self._locals.append((tensor, tensor._local_tensor))
             tensor = tensor._local_tensor
-        data_ptr, stride = tensor.data_ptr, tensor.stride
-        self._places.append((data_ptr, stride, tensor, data_ptr(), stride(), tensor.shape, tensor.dtype))
+        self._tensors.append(tensor)
+        for look, known in self._known.items():
+            known.append(look(tensor))
 
 
 def _shard_tensors(target: Iterable[object]) -> Iterator[Any]:

@@ -50,16 +50,29 @@ class DeviceChecks:
 
     def __init__(self, rows: Sequence[tuple[Row, Summed, int]]) -> None:
         self._rows = [(row, row.sums, item) for row, item, _ in rows if row.sums]
-        self._sums = DeviceSums([item for _, item, _ in rows], [group for *_, group in rows])
+        items, groups = [item for _, item, _ in rows], [group for *_, group in rows]
+        # Of cells of which a row holds a part only: what else is in them, where it is held. In devices' memory:
+        others = [
+            (number, rest)
+            for number, (_, sums, item) in enumerate(self._rows)
+            if sums.piece and sums.piece.device is not None and not touched(item).whole.all()
+            for rest in _others(sums.piece, item)
+        ]
+        items += [rest for _, rest in others]
+        self._sums = DeviceSums(items, groups + [groups[number] for number, _ in others])
+        self._more = [
+            (self._sums.first[number] + np.searchsorted(touched(items[number]).numbers, touched(rest).numbers), at)
+            for at, (number, rest) in enumerate(others, len(self._rows))
+        ]
         self._found: Digests | None = None
+        # and in host memory:
         self._rest: list[tuple[int, list[Term]]] = []
-        """Of cells of which a row holds a part only: what else is in them, where it is held."""
         addresses, compared = [], []
         for (_, sums, item), first in zip(self._rows, self._sums.first, strict=False):
             cells = touched(item)
             addresses.append(sums.table + CHECKSUM_BYTES * cells.numbers)
             compared.append(np.full(len(cells.numbers), sums.piece is not None))
-            if sums.piece and not cells.whole.all():
+            if sums.piece and sums.piece.device is None and not cells.whole.all():
                 self._rest += [(first + at, rest) for at, rest in _rests(sums.piece, item)]
         self._compared = np.concatenate(compared)
         places = np.concatenate(addresses)
@@ -88,7 +101,10 @@ class DeviceChecks:
 
     def finish(self, rest: Sequence[int]) -> None:
         """After all: stores what is to be stored."""
-        found = self._sums.result()
+        every = self._sums.result()
+        for into, at in self._more:  # each of its cells once
+            every[into] += every[self._sums.first[at] : self._sums.first[at + 1]]
+        found = every[: self._sums.first[len(self._rows)]]
         np.add.at(found, np.array([at for at, _ in self._rest], np.int64), np.array(rest, np.uint64))
         found += _OFFSET
         stores = ~self._compared
@@ -113,6 +129,17 @@ def _tile(item: Summed, cell: int) -> int:
     cut, low, high = cut_of(item)
     ends = accumulate(tile.cells for tile in cut.tiles(low, high))
     return next(at for at, end in enumerate(ends) if cell < end)
+
+
+def _others(piece: View, item: Summed) -> Iterator[Summed]:
+    """The same of all its cells together, to be summed in a device's memory."""
+    cut, low, high = cut_of(item)
+    begin = tuple(a // step * step for a, step in zip(low, cut.steps, strict=True))
+    ends = zip(high, cut.steps, cut.shape, strict=True)
+    end = tuple(min(n, -(-b // step) * step) for b, step, n in ends)
+    for rest in subtract(_box(begin, end), _box(low, high)):
+        part = piece.sub([slice(a, b) for a, b in zip(rest.offset, rest.end, strict=True)])
+        yield Summed(part, item.tensor, item.offset, item.shape or item.view.shape, rest.offset)
 
 
 def _rests(piece: View, item: Summed) -> Iterator[tuple[int, list[Term]]]:

@@ -107,7 +107,8 @@ class DeviceCopies:
         sides = [view for batch in self._batches for row in batch.rows for view in (row.destination, row.source)]
         self._devices = sorted({view.device for view in sides if view.device is not None})
 
-    def run(self, threads: int | None, sharing: int) -> None:
+    def run(self, threads: int | None, sharing: int, meanwhile: Callable[[], object]) -> None:
+        """``meanwhile``: called once, while devices copy."""
         import torch
 
         threads = threads or default_threads(sharing, SUMMING)
@@ -119,6 +120,7 @@ class DeviceCopies:
                 self._checks.launch(_BEFORE)
             with torch.inference_mode():  # vLLM's weights were made in it, and may be written in it only
                 arrived = [self._send(number, batch) for number, batch in enumerate(self._batches)]
+            meanwhile()
             for batch, events in zip(self._batches, arrived, strict=True):
                 self._sum(batch, events, threads, sharing)
             if self._checks:
@@ -142,14 +144,12 @@ class DeviceCopies:
         return next((found for batch in self._batches if (found := batch.sums.wrong())), None)
 
     def in_host(self) -> Iterator[Row]:
-        """Each row, to be compared: both sides in host memory, and of one dtype."""
+        """Each row, to be compared: both sides in host memory."""
         self._synchronize()
         for batch in self._batches:
             for row in batch.rows:
                 to, of = (_in_host(view) for view in (row.destination, row.source))
-                if row.cast:
-                    of = View.of(of.tensor().to(to.tensor().dtype))
-                yield replace(row, destination=to, source=of, cast=False, after=None, sums=None)
+                yield replace(row, destination=to, source=of, after=None, sums=None)
 
     def _send(self, number: int, batch: _Batch) -> Sequence[Any]:
         """Starts a batch's copies; events of their end, if somebody waits for that."""
@@ -184,12 +184,19 @@ class DeviceCopies:
 
 
 def _batched(rows: Iterable[Row]) -> Iterator[tuple[list[Row], bool]]:
-    """What goes to devices; then what comes down: in parts, at last all that goes through rings, which is told."""
+    """What is between devices, at once; what goes to them, in parts; what comes down, in parts; at last all that goes
+    through rings, which is told."""
+    across: list[Row] = []
     up: list[Row] = []
     down: list[Row] = []
     ringed: list[Row] = []
     for row in rows:
-        (up if not _comes_down(row) else ringed if _goes_by_ring(row) else down).append(row)
+        if _comes_down(row):
+            (ringed if _goes_by_ring(row) else down).append(row)
+        else:
+            (up if row.source.device is None else across).append(row)
+    if across:
+        yield across, False
     yield from ((batch, False) for batch in (_parts(up) if gather.available() else [up] if up else []))
     yield from ((batch, False) for batch in _parts(down))
     if ringed:

@@ -5,8 +5,9 @@ Signatures are those of cuda.h (12.x): CUdeviceptr is 64 bits, CUipcMemHandle 64
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -85,11 +86,20 @@ class CudaDriver:
         for device in devices:
             torch.cuda.synchronize(device)
 
-    def _current(self, device: int | None) -> Any:
-        """The device's primary context, which torch has, made current for this thread."""
-        import torch
-
-        return torch.cuda.device(device)
+    @contextlib.contextmanager
+    def _current(self, device: int | None) -> Iterator[None]:
+        """The device's primary context, which is torch's, for what is called on this thread meanwhile."""
+        context, number = ctypes.c_void_p(), ctypes.c_int(device or 0)
+        self._call("cuInit", ctypes.c_uint(0))
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)
+        try:
+            self._call("cuCtxPushCurrent_v2", context)
+            try:
+                yield
+            finally:
+                self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+        finally:
+            self._call("cuDevicePrimaryCtxRelease_v2", number)
 
     def _call(self, name: str, *arguments: Any) -> None:
         code = getattr(_library(), name)(*arguments)

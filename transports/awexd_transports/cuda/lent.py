@@ -130,6 +130,10 @@ class Description:
         except orjson.JSONDecodeError as error:
             raise IntegrityError(f"a description of lent memory that is not JSON: {error}") from error
 
+    def table(self, manifest: Manifest) -> int:
+        """The address of the table of checksums."""
+        return self.address + self.table_at
+
     @property
     def closed(self) -> bool:
         return self._bytes is None
@@ -191,7 +195,7 @@ class Opened:
 
     def table(self, manifest: Manifest) -> int:
         """The address of the table of checksums."""
-        return self._description.address + self._description.table_at
+        return self._description.table(manifest)
 
     def pin(self) -> None:
         """Nothing of it is in host memory."""
