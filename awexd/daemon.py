@@ -32,6 +32,7 @@ from awexd.lending import Lenders
 from awexd.listener import listening
 from awexd.memory import Memory
 from awexd.protocol import Message, check_hello, hello
+from awexd.relay import Relay
 from awexd.report import Report
 from awexd.service import Service
 from awexd.store import Store
@@ -131,7 +132,7 @@ class Daemon:
         self._service = Service(settings, self._store, memory, journal, background)
         self._session_ids = (f"s{n}" for n in itertools.count(1))
         self._sessions: dict[asyncio.Task[None], Channel] = {}
-        for operations in (Trainers, Lenders, Engines, Report, Control):
+        for operations in (Trainers, Lenders, Relay, Engines, Report, Control):
             operations(self._service)
 
     async def adopt(self) -> None:

@@ -283,6 +283,8 @@ OPERATIONS: dict[str, dict[str, Check]] = {
     "write.affirm": {"step": _STEP, "attempt": _ATTEMPT, "good": _boolean},
     "write.captured": {**_ATTEMPTED, "at_once": _boolean},
     "write.revoke": {},
+    "write.asked": {},
+    "write.give": {"segment": _text, "number": _STEP},
     # an inference process
     "read.sources": {"job": _text, "set": _optional(_digest)},
     "read.register": {
@@ -313,6 +315,7 @@ OPERATIONS: dict[str, dict[str, Check]] = {
     "segment.open": {"ids": _ids},
     "segment.closed": {"ids": _ids},
     "segment.dropped": {},
+    "segment.chunks": {"id": _text, "first": _STEP, "count": _whole(1, MAX_FDS)},
     "goodbye": {},
     # a job's owner, and commands
     "job.close": {"job": _text},

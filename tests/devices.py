@@ -6,6 +6,7 @@ refuses can be refused. Only NVIDIA's side is played: everything of ours runs as
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import mmap
 import os
@@ -27,7 +28,8 @@ class SharedMemoryDriver:
         self.folder = Path(folder)
         self.uuids = list(uuids)
         self.refuse = set(refuse)
-        self.opened: dict[int, mmap.mmap] = {}
+        self.opened: dict[int, mmap.mmap | None] = {}
+        self.virtual: dict[int, list[int]] = {}
         self.allocations: dict[int, tuple[int, str, mmap.mmap]] = {}
         self._names = itertools.count()
 
@@ -62,6 +64,9 @@ class SharedMemoryDriver:
     def handle(self, device: int, base: int) -> bytes:
         self._may("handle")
         return self.allocations[base][1].encode().ljust(HANDLE_BYTES, b"\0")
+
+    def chunks(self, device: int, low: int, high: int) -> list[tuple[int, int]]:
+        raise DriverError("chunks: CUDA_ERROR_INVALID_VALUE")
 
     def open(self, device: int, handle: bytes) -> int:
         self._may("open")
@@ -124,3 +129,88 @@ class WatchedCudaDriver(CudaDriver):
     def close(self, device: int, address: int) -> None:
         super().close(device, address)
         del self.opened[address]
+
+    def open_chunks(self, device: int, sizes: Sequence[int], fds: Sequence[int]) -> int:
+        address = super().open_chunks(device, sizes, fds)
+        self.opened[address] = device
+        return address
+
+    def close_chunks(self, device: int, address: int, sizes: Sequence[int]) -> None:
+        super().close_chunks(device, address, sizes)
+        del self.opened[address]
+
+
+class ExpandableCudaDriver(WatchedCudaDriver):
+    """The same, and this process's own memory comes from torch's ``expandable_segments``."""
+
+    def install(self) -> WatchedCudaDriver:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        return super().install()
+
+
+class VirtualMemoryDriver(SharedMemoryDriver):
+    """The same, but for memory that is mapped piece by piece and has no handle, as ``expandable_segments`` makes it."""
+
+    def tensors(self, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        places = list(itertools.accumulate((256 * (1 + t.nbytes // 256) for t in values.values()), initial=256))
+        count = -(-places[-1] // mmap.PAGESIZE) + 1
+        fds = [os.memfd_create("chunk", os.MFD_CLOEXEC) for _ in range(count)]
+        for fd in fds:
+            os.ftruncate(fd, mmap.PAGESIZE)
+        base = self.open_chunks(0, [mmap.PAGESIZE] * count, fds)
+        del self.opened[base]
+        self.virtual[base] = fds
+        made = {}
+        for (key, tensor), at in zip(values.items(), places, strict=False):
+            memory = (ctypes.c_ubyte * tensor.nbytes).from_address(base + at)
+            made[key] = torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape).copy_(tensor)
+        return made
+
+    def device_of(self, view: View) -> int | None:
+        return 0 if self._base(view.address) else None
+
+    def allocation(self, view: View) -> tuple[int, int]:
+        base = self._base(view.address)
+        return base, len(self.virtual[base]) * mmap.PAGESIZE
+
+    def handle(self, device: int, base: int) -> bytes:
+        raise DriverError("handle: CUDA_ERROR_INVALID_VALUE")
+
+    def chunks(self, device: int, low: int, high: int) -> list[tuple[int, int]]:
+        first = low - low % mmap.PAGESIZE
+        return [(at, mmap.PAGESIZE) for at in range(first, high, mmap.PAGESIZE)]
+
+    def export(self, device: int, address: int) -> int:
+        self._may("export")
+        base = self._base(address)
+        return os.dup(self.virtual[base][(address - base) // mmap.PAGESIZE])
+
+    def open_chunks(self, device: int, sizes: Sequence[int], fds: Sequence[int]) -> int:
+        self._may("open")
+        address = _mmap(None, sum(sizes), 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        at = address
+        for size, fd in zip(sizes, fds, strict=True):
+            _mmap(at, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd)
+            at += size
+        self.opened[address] = None
+        return address
+
+    def close_chunks(self, device: int, address: int, sizes: Sequence[int]) -> None:
+        self.opened.pop(address)
+        assert ctypes.CDLL(None).munmap(ctypes.c_void_p(address), ctypes.c_size_t(sum(sizes))) == 0
+
+    def _base(self, address: int) -> int:
+        spans = ((base, len(fds) * mmap.PAGESIZE) for base, fds in self.virtual.items())
+        return next((base for base, nbytes in spans if base <= address < base + nbytes), 0)
+
+
+_MAP_FIXED = 16
+
+
+def _mmap(address: int | None, nbytes: int, access: int, flags: int, fd: int) -> int:
+    call = ctypes.CDLL(None, use_errno=True).mmap
+    call.restype = ctypes.c_void_p
+    call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
+    found = call(address, nbytes, access, flags, fd, 0)
+    assert found not in (None, ctypes.c_void_p(-1).value)
+    return int(found)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self, TypeVar
 
 from awexd.manifests import sealed_memfd, unbundle
-from awexd.protocol import MAX_DEADLINE_MS, MAX_WORLD_SIZE, MODES
+from awexd.protocol import MAX_DEADLINE_MS, MAX_FDS, MAX_WORLD_SIZE, MODES
 from awexd_client.mappings import Mapping, Mappings
 from awexd_client.session import Connection, socket_path
 from awexd_transports.cuda.lent import Opened
@@ -144,7 +144,8 @@ class Endpoint(ABC):
     def _unmap_dropped(self, operation: str) -> None:
         """Gives back mappings of segments that the daemon has replaced; only then is their memory free."""
         # Not while another thread may copy through these mappings, nor while one is being made: the next call will do.
-        if self._connection.dropped and operation != "segment.open" and self._lock.acquire(blocking=False):
+        making = operation in ("segment.open", "segment.chunks")
+        if self._connection.dropped and not making and self._lock.acquire(blocking=False):
             try:
                 ids = self._connection.take_dropped()
                 self._forget_tables(ids)
@@ -195,7 +196,15 @@ class Endpoint(ABC):
         self, wanted: Sequence[tuple[str, int]], manifests: Sequence[Manifest], deadline: Deadline
     ) -> list[Opened]:
         """The same of borrowed segments, with the manifest of each."""
-        return self._maps.open(wanted, manifests, lambda ids: self._open_segments(ids, deadline))
+
+        def fetch(segment: str, first: int, count: int) -> list[int]:
+            found: list[int] = []
+            while len(found) < count:
+                more = {"id": segment, "first": first + len(found), "count": min(MAX_FDS, count - len(found))}
+                found += self._call("segment.chunks", more, deadline.left())[1]
+            return found
+
+        return self._maps.open(wanted, manifests, lambda ids: self._open_segments(ids, deadline), fetch)
 
     def _surviving(self, action: Callable[[Deadline], T], deadline: Deadline) -> T:
         """Runs ``action``; where the daemon goes away, again on a connection to the next one."""

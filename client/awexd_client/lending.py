@@ -5,24 +5,26 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from awexd.manifests import lasting_memfd
-from awexd.protocol import MAX_DEVICES
+from awexd.protocol import MAX_DEADLINE_MS, MAX_DEVICES
 from awexd_client.checksums import OwnSums, table_of
 from awexd_client.endpoint import Deadline
 from awexd_client.holding import Holding
 from awexd_client.outgoing import SegmentLayout
 from awexd_client.publication import Publication
 from awexd_transports.cuda import driver as cuda
-from awexd_transports.cuda.lent import Description, NotLendable, describe, size_of, write_description
-from awexd_transports.errors import AwexdError, EpochChanged, InvalidArgument, VersionConflict
+from awexd_transports.cuda.lent import Described, Description, NotLendable, describe, size_of, write_description
+from awexd_transports.errors import AwexdError, DeadlineExceeded, EpochChanged, InvalidArgument, VersionConflict
 from awexd_transports.view import View
 
 if TYPE_CHECKING:
     from awexd_client.writer import WeightWriter
 
+GIVE_SECONDS = 10.0
 CLOSE_SECONDS = 5.0
 """How long the end of a writer waits for readers to close its memory, which it may free then."""
 _log = logging.getLogger(__name__)
@@ -38,6 +40,7 @@ class Lent:
         devices: ordinals of the devices that it is on.
         sums: of what lies there; None where they are not wanted, or cannot be taken.
         nbytes: of the views.
+        chunks: of virtual memory: the device and address of each, by number.
     """
 
     segment: str
@@ -48,6 +51,7 @@ class Lent:
     description: Description
     sums: OwnSums | None
     nbytes: int
+    chunks: list[tuple[int, int]]
 
 
 class Lender:
@@ -59,6 +63,7 @@ class Lender:
         self._refused: tuple[Holding, NotLendable] | None = None
         self._open: Publication | None = None
         """The last version, while it may still be read."""
+        self._serving: threading.Thread | None = None
 
     def publish(self, step: int, deadline: Deadline) -> tuple[Publication | None, str]:
         """The version, lent; or why this step goes through host memory.
@@ -185,15 +190,17 @@ class Lender:
             raise self._refused[1]
         try:
             views = layout.sources(holding)
-            uuids, body = describe(views, [entry.tensor.name for entry in layout.manifest.pieces])
-            if len(uuids) > MAX_DEVICES:
-                raise NotLendable(f"weights on {len(uuids)} GPUs; one process lends on {MAX_DEVICES} at most")
+            described = describe(views, [entry.tensor.name for entry in layout.manifest.pieces])
+            if len(described.uuids) > MAX_DEVICES:
+                raise NotLendable(f"weights on {len(described.uuids)} GPUs; one process lends on {MAX_DEVICES} at most")
         except NotLendable as error:
             self._refused = holding, error
             if writer.mode == "auto" and holding.on_device:
                 _log.warning("%s goes through host memory: %s", writer.job, error)
             raise
-        self._lent = self._declare(holding, layout, views, uuids, body, deadline)
+        self._lent = self._declare(holding, layout, views, described, deadline)
+        if described.chunks:
+            self._serve_chunks()
         return self._lent
 
     def _sums(self, layout: SegmentLayout, views: tuple[View, ...], description: Description) -> OwnSums | None:
@@ -212,18 +219,17 @@ class Lender:
         holding: Holding,
         layout: SegmentLayout,
         views: tuple[View, ...],
-        uuids: list[str],
-        body: bytes,
+        described: Described,
         deadline: Deadline,
     ) -> Lent:
-        table_at, nbytes = size_of(body, layout.manifest)
+        table_at, nbytes = size_of(described.body, layout.manifest)
         fd = lasting_memfd("awexd-lent", nbytes)
         try:
-            write_description(fd, body, table_at)
+            write_description(fd, described.body, table_at)
             description = Description(fd, nbytes, layout.manifest, writable=True)
             try:
                 sums = self._sums(layout, views, description)
-                arguments = {"nbytes": nbytes, "devices": uuids}
+                arguments = {"nbytes": nbytes, "devices": described.uuids}
                 answer, _ = self._writer._call("write.lend", arguments, deadline.left(), [fd])
             except BaseException:
                 description.close()
@@ -231,5 +237,42 @@ class Lender:
         finally:
             os.close(fd)
         devices = {device for view in views if (device := cuda.driver.device_of(view)) is not None}
-        nbytes = sum(view.nbytes for view in views)
-        return Lent(answer["segment"], holding, layout, views, tuple(sorted(devices)), description, sums, nbytes)
+        size = sum(view.nbytes for view in views)
+        return Lent(
+            segment=answer["segment"],
+            holding=holding,
+            layout=layout,
+            views=views,
+            devices=tuple(sorted(devices)),
+            description=description,
+            sums=sums,
+            nbytes=size,
+            chunks=described.chunks,
+        )
+
+    def _serve_chunks(self) -> None:
+        """Hands chunks of virtual memory over, whenever a reader asks for some."""
+        if self._serving is None or not self._serving.is_alive():
+            self._serving = threading.Thread(target=self._hand_over, name="awexd-chunks", daemon=True)
+            self._serving.start()
+
+    def _hand_over(self) -> None:
+        used = self._writer._connection
+        while not used.over:
+            try:
+                asked, _ = used.call("write.asked", {}, timeout=MAX_DEADLINE_MS / 1000)
+                lent = self._lent
+                if lent is None or lent.segment != asked["segment"]:
+                    continue  # it was given up meanwhile
+                for number in range(asked["first"], asked["first"] + asked["count"]):
+                    fd = cuda.driver.export(*lent.chunks[number])
+                    try:
+                        given = {"segment": lent.segment, "number": number}
+                        used.call("write.give", given, timeout=GIVE_SECONDS, fds=[fd])
+                    finally:
+                        os.close(fd)
+            except DeadlineExceeded:
+                continue
+            except AwexdError as error:
+                _log.debug("%s: GPU memory is handed over no more: %s", self._writer.job, error)
+                return

@@ -7,6 +7,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TypeVar, cast
 
 import numpy as np
@@ -118,10 +119,21 @@ class Mappings:
         return self._get(wanted, open_segments, lambda at, fd: Mapping(fd, wanted[at][1], writable=self._writable))
 
     def open(
-        self, wanted: Sequence[tuple[str, int]], manifests: Sequence[Manifest], open_segments: OpenSegments
+        self,
+        wanted: Sequence[tuple[str, int]],
+        manifests: Sequence[Manifest],
+        open_segments: OpenSegments,
+        fetch: Callable[[str, int, int], list[int]],
     ) -> list[Opened]:
-        """The same of segments that are borrowed: the memory that their descriptions name, opened."""
-        return self._get(wanted, open_segments, lambda at, fd: Opened(fd, wanted[at][1], manifests[at]))
+        """The same of segments that are borrowed: the memory that their descriptions name, opened.
+
+        ``fetch``: asks for a segment's chunks, from that number on so many.
+        """
+
+        def make(at: int, fd: int) -> Opened:
+            return Opened(fd, wanted[at][1], manifests[at], partial(fetch, wanted[at][0]))
+
+        return self._get(wanted, open_segments, make)
 
     def _get(
         self, wanted: Sequence[tuple[str, int]], open_segments: OpenSegments, make: Callable[[int, int], S]

@@ -74,10 +74,10 @@ def test_operations_are_these() -> None:
     names = (
         "write.register write.ready write.reserve write.slot write.publish "
         "write.begin write.seal write.abort write.committed "
-        "write.lend write.choose write.borrow write.affirm write.captured write.revoke "
+        "write.lend write.choose write.borrow write.affirm write.captured write.revoke write.asked write.give "
         "read.sources read.register read.siblings read.resolve read.confirm read.release read.wait read.engine "
         "read.verified "
-        "segment.open segment.closed segment.dropped goodbye "
+        "segment.open segment.closed segment.dropped segment.chunks goodbye "
         "job.close job.grant status versions sessions manifests events "
         "drop rollback gc"
     )

@@ -118,6 +118,13 @@ def node(daemon: Daemon, fork: Fork, tmp_path: Path) -> Node:
     return Node(daemon, fork, tmp_path)
 
 
+@pytest.fixture
+def virtual(node: Node) -> Node:
+    """The trainer's memory has no handle."""
+    node.driver = "VirtualMemoryDriver"
+    return node
+
+
 UPDATE = "result = told(reader.update({}, timeout=20))"
 PUBLISH = "publication = publish({}); result = [publication.mode, publication.reason]"
 CAPTURED = "publication.captured(timeout=20)"
@@ -401,6 +408,48 @@ def test_case_30_memory_without_a_handle(node: Node) -> None:
     with pytest.raises(RemoteError, match="expandable_segments") as caught:
         other.do(PUBLISH.format(1))
     assert caught.value.kind == "NotLendable"
+
+
+def test_case_30_31_virtual_memory_is_handed_over_piece_by_piece(virtual: Node) -> None:
+    trainer, engine, late = (
+        virtual.trainer(rows=1000),
+        virtual.engine(rows=1000),
+        virtual.engine(name="late", rows=1000),
+    )
+    for step in (1, 2):
+        assert trainer.do(PUBLISH.format(step)) == ["direct", ""]
+        results = together([engine, late], [UPDATE.format(None)] * 2)
+        assert [result[-1] for result in results] == [expected(step, 1000)] * 2
+        trainer.do(CAPTURED)
+    count = "import os; result = [len(gpu.opened), len(os.listdir('/proc/self/fd'))]"
+    before = engine.do(count)
+    assert before[0] == 1
+    trainer.do(PUBLISH.format(3))
+    engine.do(UPDATE.format(None))
+    assert engine.do(count) == before
+    trainer.kill()
+    engine.do("import time; end = time.monotonic() + 20\nwhile gpu.opened and time.monotonic() < end: time.sleep(0.01)")
+    assert engine.do("result = len(gpu.opened)") == 0
+
+
+def test_virtual_memory_that_cannot_be_exported_is_named(virtual: Node) -> None:
+    trainer = virtual.trainer(refuse=("export",))
+    with pytest.raises(RemoteError, match="expandable_segments") as caught:
+        trainer.do(PUBLISH.format(1))
+    assert caught.value.kind == "NotLendable"
+
+
+def test_owner_of_virtual_memory_dies_before_it_hands_it_over(virtual: Node) -> None:
+    trainer, engine = virtual.trainer(rows=1000), virtual.engine(rows=1000)
+    trainer.do(PUBLISH.format(1))
+    trainer.stop()
+    engine.start(UPDATE.format(None))
+    until(virtual.daemon.socket, lambda _: virtual.job()["engines"][0]["workers"][0]["staged"] == [1, 1])
+    trainer.kill()
+    with pytest.raises(RemoteError, match=r"taken back|not held any more") as caught:
+        engine.finish()
+    assert caught.value.kind == "VersionUnavailable"
+    assert engine.do("result = [reader.state, float(into['a'].sum())]") == ["empty", 0.0]
 
 
 def test_reader_that_cannot_open_it_says_so_untouched(node: Node) -> None:

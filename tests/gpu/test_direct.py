@@ -20,6 +20,7 @@ from tests.e2e.test_direct import (
     test_captured_does_not_wait_for_an_engine_that_is_gone,
     test_captured_waits_for_every_engine_and_names_the_late_one,
     test_case_23_killed_trainer_takes_its_version_along_and_readers_close_its_memory,
+    test_case_30_31_virtual_memory_is_handed_over_piece_by_piece,
     test_case_30_memory_without_a_handle,
     test_casts_and_host_tensors_cannot_be_lent,
     test_daemon_killed_between_publish_and_captured,
@@ -28,6 +29,7 @@ from tests.e2e.test_direct import (
     test_no_engine_at_all_is_named_too,
     test_nothing_is_left_after_many_deaths,
     test_other_tensors_are_declared_anew_and_the_old_ones_closed,
+    test_owner_of_virtual_memory_dies_before_it_hands_it_over,
     test_parameters_that_change_before_captured_are_found_by_their_checksums,
     test_reader_that_cannot_open_it_says_so_untouched,
     test_rollback_goes_to_held_versions_only,
@@ -52,6 +54,7 @@ __all__ = [
     "test_captured_does_not_wait_for_an_engine_that_is_gone",
     "test_captured_waits_for_every_engine_and_names_the_late_one",
     "test_case_23_killed_trainer_takes_its_version_along_and_readers_close_its_memory",
+    "test_case_30_31_virtual_memory_is_handed_over_piece_by_piece",
     "test_case_30_memory_without_a_handle",
     "test_casts_and_host_tensors_cannot_be_lent",
     "test_daemon_killed_between_publish_and_captured",
@@ -60,6 +63,7 @@ __all__ = [
     "test_no_engine_at_all_is_named_too",
     "test_nothing_is_left_after_many_deaths",
     "test_other_tensors_are_declared_anew_and_the_old_ones_closed",
+    "test_owner_of_virtual_memory_dies_before_it_hands_it_over",
     "test_parameters_that_change_before_captured_are_found_by_their_checksums",
     "test_reader_that_cannot_open_it_says_so_untouched",
     "test_rollback_goes_to_held_versions_only",
@@ -81,6 +85,12 @@ class GpuNode(Node):
 @pytest.fixture
 def node(daemon: Daemon, fork: Callable[[], Process], tmp_path: Path) -> Node:
     return GpuNode(daemon, fork, tmp_path)
+
+
+@pytest.fixture
+def virtual(node: Node) -> Node:
+    node.driver = "ExpandableCudaDriver"
+    return node
 
 
 BIG = """

@@ -15,6 +15,12 @@ from awexd_transports.errors import AwexdError
 from awexd_transports.view import View
 
 HANDLE_BYTES = 64
+CHUNK = 2 << 20
+"""What physical allocations are multiples of, and begin at multiples of."""
+_POSIX_FD, _DEVICE, _READ_WRITE = 1, 1, 3
+"""CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, CU_MEM_LOCATION_TYPE_DEVICE, CU_MEM_ACCESS_FLAGS_PROT_READWRITE (reading
+alone is not supported)."""
+_NO_FLAGS = ctypes.c_uint64(0)
 _LAZY_PEER_ACCESS = 1
 """CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the one flag there is."""
 
@@ -25,6 +31,12 @@ class DriverError(AwexdError):
 
 class _Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
+
+
+class _Access(ctypes.Structure):
+    """CUmemAccessDesc: a location's type and number, and what it may do there."""
+
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int), ("flags", ctypes.c_int))
 
 
 class CudaDriver:
@@ -60,6 +72,67 @@ class CudaDriver:
             self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(base))
         return bytes(handle)
 
+    def chunks(self, device: int, low: int, high: int) -> list[tuple[int, int]]:
+        """Address and bytes of each physical allocation that is mapped between these addresses of virtual memory.
+
+        Raises:
+            DriverError: that is no virtual memory, or not all of it is mapped.
+        """
+        found: list[tuple[int, int]] = []
+        with self._current(device):
+            at = low // CHUNK * CHUNK
+            handle = self._physical(at)
+            while self._physical(at - CHUNK, missing=0) == handle:
+                at -= CHUNK
+            while at < high:
+                start, handle = at, self._physical(at)
+                while self._physical(at, missing=0) == handle:
+                    at += CHUNK
+                found.append((start, at - start))
+        return found
+
+    def export(self, device: int, address: int) -> int:
+        """A descriptor of the physical allocation that is mapped there; it keeps the memory alive until it is closed.
+
+        Raises:
+            DriverError: it was not made to be shared.
+        """
+        fd = ctypes.c_int()
+        with self._current(device):
+            handle = ctypes.c_uint64(self._physical(address))
+            self._call("cuMemExportToShareableHandle", ctypes.byref(fd), handle, ctypes.c_int(_POSIX_FD), _NO_FLAGS)
+        return fd.value
+
+    def open_chunks(self, device: int, sizes: Sequence[int], fds: Sequence[int]) -> int:
+        """Maps physical allocations of another process one after another; their address. ``fds`` stay the caller's."""
+        address, total = ctypes.c_uint64(), ctypes.c_size_t(sum(sizes))
+        zero = ctypes.c_size_t(0)
+        with self._current(device):
+            self._call("cuMemAddressReserve", ctypes.byref(address), total, zero, ctypes.c_uint64(0), _NO_FLAGS)
+            done: list[int] = []
+            try:
+                for size, fd in zip(sizes, fds, strict=True):
+                    handle = ctypes.c_uint64()
+                    given = ctypes.c_void_p(fd)
+                    self._call("cuMemImportFromShareableHandle", ctypes.byref(handle), given, ctypes.c_int(_POSIX_FD))
+                    try:
+                        place = ctypes.c_uint64(address.value + sum(done))
+                        self._call("cuMemMap", place, ctypes.c_size_t(size), zero, handle, _NO_FLAGS)
+                    finally:  # what is mapped stays
+                        self._call("cuMemRelease", handle)
+                    done.append(size)
+                access = _Access(_DEVICE, device, _READ_WRITE)
+                self._call("cuMemSetAccess", address, total, ctypes.byref(access), ctypes.c_size_t(1))
+            except BaseException:
+                self._unmap(address.value, done, total.value)
+                raise
+        return address.value
+
+    def close_chunks(self, device: int, address: int, sizes: Sequence[int]) -> None:
+        """Ends such a mapping."""
+        with self._current(device):
+            self._unmap(address, sizes, sum(sizes))
+
     def open(self, device: int, handle: bytes) -> int:
         """The address of another process's allocation in this one; to be closed. ``device``: the one it is on."""
         address = ctypes.c_uint64()
@@ -85,6 +158,24 @@ class CudaDriver:
 
         for device in devices:
             torch.cuda.synchronize(device)
+
+    def _unmap(self, address: int, sizes: Sequence[int], total: int) -> None:
+        at = address
+        for size in sizes:
+            self._call("cuMemUnmap", ctypes.c_uint64(at), ctypes.c_size_t(size))
+            at += size
+        self._call("cuMemAddressFree", ctypes.c_uint64(address), ctypes.c_size_t(total))
+
+    def _physical(self, address: int, missing: int | None = None) -> int:
+        """The handle of what is mapped there, which CUDA always names by the same number."""
+        handle = ctypes.c_uint64()
+        code = _library().cuMemRetainAllocationHandle(ctypes.byref(handle), ctypes.c_void_p(address))
+        if code and missing is not None:
+            return missing
+        if code:
+            raise DriverError(f"cuMemRetainAllocationHandle: {_error_name(code)}")
+        self._call("cuMemRelease", handle)
+        return handle.value
 
     @contextlib.contextmanager
     def _current(self, device: int | None) -> Iterator[None]:

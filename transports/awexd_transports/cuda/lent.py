@@ -11,9 +11,12 @@ import mmap
 import os
 import secrets
 import struct
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -29,6 +32,7 @@ MAGIC = b"AWEXDLNT"
 _HEADER = struct.Struct("<8sQQ")
 """The magic; bytes of the JSON; where the table begins."""
 _ALIGN = 4096
+Fetch = Callable[[int, int], list[int]]
 NOWHERE = -1
 """In the place of an allocation's number: a piece without elements."""
 
@@ -53,27 +57,49 @@ class NotLendable(InvalidArgument):
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """One allocation of the owner's. ``base``: its address there."""
+    """One allocation of the owner's.
+
+    Attributes:
+        handle: in hexadecimal; empty for virtual memory.
+        base: its address there.
+        chunks: bytes of each physical allocation in it, if it is virtual.
+    """
 
     uuid: str
     nbytes: int
     handle: str
     base: int
+    chunks: tuple[int, ...] = ()
 
 
-def describe(views: Sequence[View], names: Sequence[str]) -> tuple[list[str], bytes]:
-    """Where these views lie, in pieces' order: the UUIDs of their devices, and the JSON of a description.
+class Described(NamedTuple):
+    """What is written into a description.
+
+    Attributes:
+        uuids: of the devices.
+        body: JSON.
+        chunks: of virtual memory, by number: the device, and the address of each.
+    """
+
+    uuids: list[str]
+    body: bytes
+    chunks: list[tuple[int, int]]
+
+
+def describe(views: Sequence[View], names: Sequence[str]) -> Described:
+    """Where these views lie, in pieces' order.
 
     Each allocation is named once, however many tensors lie in it.
 
     Raises:
-        NotLendable: one lies elsewhere than in a device's memory, or its allocation has no handle.
+        NotLendable: one lies elsewhere than in a device's memory, or in memory that cannot be shared.
     """
     driver = cuda.driver
     uuids = driver.devices()
     numbers: dict[tuple[int, int], int] = {}
     allocations: list[Allocation] = []
     pieces: list[list[Any]] = []
+    virtual: dict[int, list[int]] = defaultdict(list)
     for view, name in zip(views, names, strict=True):
         if not view.numel:
             pieces.append([NOWHERE, 0, list(view.strides)])
@@ -86,19 +112,59 @@ def describe(views: Sequence[View], names: Sequence[str]) -> tuple[list[str], by
         if at == len(allocations):
             try:
                 handle = driver.handle(device, base).hex()
-            except cuda.DriverError as error:
-                raise NotLendable(
-                    f"{name} is in memory that CUDA IPC cannot share ({error}): that of an allocator with virtual "
-                    "memory, such as expandable_segments or torch_memory_saver"
-                ) from error
-            allocations.append(Allocation(uuids[device], nbytes, handle, base))
-        pieces.append([at, view.address - base, list(view.strides)])
+            except cuda.DriverError:
+                numbers[device, base] = NOWHERE
+            else:
+                allocations.append(Allocation(uuids[device], nbytes, handle, base))
+        if numbers[device, base] == NOWHERE:
+            virtual[device].append(len(pieces))
+        pieces.append([numbers[device, base], view.address - base, list(view.strides)])
+    chunks: list[tuple[int, int]] = []
+    for device, found in virtual.items():
+        spans = _spans(device, [(views[number], names[number]) for number in found])
+        starts = [start for start, _ in spans]
+        first = len(allocations)
+        for start, sizes in spans:
+            allocations.append(Allocation(uuids[device], sum(sizes), "", start, sizes))
+            chunks += [(device, at) for at in accumulate(sizes[:-1], initial=start)]
+        for number in found:
+            at = bisect_right(starts, views[number].address) - 1
+            pieces[number][:2] = first + at, views[number].address - starts[at]
     body = {
         "process": _process.name,
-        "allocations": [[one.uuid, one.nbytes, one.handle, one.base] for one in allocations],
+        "allocations": [[one.uuid, one.nbytes, one.handle, one.base, one.chunks] for one in allocations],
         "pieces": pieces,
     }
-    return sorted({one.uuid for one in allocations}), orjson.dumps(body)
+    return Described(sorted({one.uuid for one in allocations}), orjson.dumps(body), chunks)
+
+
+def _spans(device: int, views: Sequence[tuple[View, str]]) -> list[tuple[int, tuple[int, ...]]]:
+    """Address and chunks of each stretch of virtual memory that these views lie in, in order.
+
+    Raises:
+        NotLendable: its chunks cannot be exported.
+    """
+    driver = cuda.driver
+    found: dict[int, int] = {}
+    for view, name in sorted(views, key=lambda one: one[0].address):
+        end = view.address + sum((n - 1) * step for n, step in zip(view.shape, view.strides, strict=True))
+        try:
+            for at, size in driver.chunks(device, view.address, end + view.itemsize):
+                if at not in found:
+                    os.close(driver.export(device, at))
+                    found[at] = size
+        except cuda.DriverError as error:
+            raise NotLendable(
+                f"{name} is in memory that CUDA cannot share ({error}): of an allocator with virtual memory, such as "
+                "expandable_segments or torch_memory_saver, that was not told to make it shareable"
+            ) from error
+    spans: list[tuple[int, tuple[int, ...]]] = []
+    for at in sorted(found):
+        if spans and spans[-1][0] + sum(spans[-1][1]) == at:
+            spans[-1] = spans[-1][0], (*spans[-1][1], found[at])
+        else:
+            spans.append((at, (found[at],)))
+    return spans
 
 
 class Description:
@@ -159,6 +225,7 @@ class Opened:
     Args:
         fd: of its description, which stays the caller's.
         manifest: of the pieces that are described.
+        fetch: gives descriptors of so many of its chunks from that number on, which are the caller's then.
 
     Raises:
         IntegrityError: it does not describe these pieces.
@@ -168,9 +235,10 @@ class Opened:
     sealed = False
     """No header of the daemon's says that it is good: an update is over when the daemon has confirmed it."""
 
-    def __init__(self, fd: int, nbytes: int, manifest: Manifest) -> None:
+    def __init__(self, fd: int, nbytes: int, manifest: Manifest, fetch: Fetch) -> None:
         self._driver = cuda.driver
-        self._opened: list[tuple[int, int]] = []
+        self._fetch = fetch
+        self._opened: list[tuple[int, int, tuple[int, ...]]] = []
         self._description = Description(fd, nbytes, manifest, writable=False)
         try:
             body = self._description.body()
@@ -201,8 +269,11 @@ class Opened:
         """Nothing of it is in host memory."""
 
     def close(self) -> None:
-        for device, address in self._opened:
-            self._driver.close(device, address)
+        for device, address, chunks in self._opened:
+            if chunks:
+                self._driver.close_chunks(device, address, chunks)
+            else:
+                self._driver.close(device, address)
         self._opened.clear()
         self._description.close()
 
@@ -210,6 +281,7 @@ class Opened:
         """The device and address of each allocation, here."""
         ordinals = {uuid: at for at, uuid in enumerate(self._driver.devices())}
         bases = []
+        number = 0
         for one in self._allocations:
             if one.uuid not in ordinals:
                 raise VersionUnavailable(f"weights are lent on {one.uuid}, which this process does not see")
@@ -218,14 +290,26 @@ class Opened:
                 bases.append((device, one.base))
                 continue
             try:
-                address = self._driver.open(device, bytes.fromhex(one.handle))
+                if one.chunks:
+                    address = self._open_chunks(device, number, one.chunks)
+                    number += len(one.chunks)
+                else:
+                    address = self._driver.open(device, bytes.fromhex(one.handle))
             except cuda.DriverError as error:
                 raise VersionUnavailable(
                     f'lent GPU memory cannot be opened here ({error}): pass mode="host" to this reader or to the writer'
                 ) from error
-            self._opened.append((device, address))
+            self._opened.append((device, address, one.chunks))
             bases.append((device, address))
         return bases
+
+    def _open_chunks(self, device: int, first: int, chunks: tuple[int, ...]) -> int:
+        fds = self._fetch(first, len(chunks))
+        try:
+            return self._driver.open_chunks(device, chunks, fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
 
 
 def _checked(body: Any, manifest: Manifest) -> tuple[list[Allocation], list[tuple[int, int, tuple[int, ...]]]]:
@@ -236,8 +320,12 @@ def _checked(body: Any, manifest: Manifest) -> tuple[list[Allocation], list[tupl
     """
     try:
         allocations = [
-            Allocation(str(uuid), int(size), str(handle), int(base)) for uuid, size, handle, base in body["allocations"]
+            Allocation(str(uuid), int(size), str(handle), int(base), tuple(map(int, chunks)))
+            for uuid, size, handle, base, chunks in body["allocations"]
         ]
+        for one in allocations:
+            if one.chunks and (min(one.chunks) <= 0 or sum(one.chunks) != one.nbytes):
+                raise ValueError("chunks that do not add up")
         pieces = [(int(at), int(offset), tuple(map(int, strides))) for at, offset, strides in body["pieces"]]
         if len(pieces) != len(manifest.pieces) or not isinstance(body["process"], str):
             raise ValueError(f"{len(pieces)} pieces where the manifest has {len(manifest.pieces)}")
