@@ -30,6 +30,7 @@ from awexd.engines import Engines
 from awexd.journal import Journal
 from awexd.listener import listening
 from awexd.memory import Memory
+from awexd.phasing import Phasing
 from awexd.protocol import Message, check_hello, hello
 from awexd.report import Report
 from awexd.service import Service
@@ -132,12 +133,14 @@ class Daemon:
         self._sessions: dict[asyncio.Task[None], Channel] = {}
         for operations in (Trainers, Engines, Report, Control):
             operations(self._service)
+        self._phasing = Phasing(self._service, journal)
 
     async def adopt(self) -> None:
         """Finds committed versions of the daemon before; returns when they are checked and can be served."""
         jobs = await asyncio.to_thread(self._journal.load)
         manifests = await self._service.shelf.load()
         await asyncio.to_thread(adopt, self._store, self._memory, jobs, manifests, time.monotonic())
+        await self._phasing.adopt()
         self._service.settle()
         self._service.watch_idle()
 
@@ -163,6 +166,7 @@ class Daemon:
 
     async def stop(self) -> None:
         """Tells every client, ends its session, and unlinks what no version needs."""
+        self._phasing.freeze()
         for channel in self._sessions.values():
             channel.send({"bye": {"reason": "the daemon is stopping"}})
         if self._sessions:

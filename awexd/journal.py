@@ -97,6 +97,20 @@ class Journal:
                 ) from error
         return jobs
 
+    def save_phases(self, claims: list[dict[str, Any]]) -> None:
+        """Writes who is inside which phase: for a daemon after this one, not for a machine after a crash."""
+        temporary = self.directory / "phases.new"
+        temporary.write_bytes(orjson.dumps(claims))
+        os.replace(temporary, self.directory / "phases")
+
+    def load_phases(self) -> list[dict[str, Any]]:
+        """What was written last; nothing where that cannot be read."""
+        try:
+            found = orjson.loads((self.directory / "phases").read_bytes())
+        except (OSError, orjson.JSONDecodeError):
+            return []
+        return [claim for claim in found if isinstance(claim, dict)] if isinstance(found, list) else []
+
     def save_manifest(self, digest: str, body: bytes) -> None:
         path = self.directory / "manifests" / digest
         if not path.exists():

@@ -31,6 +31,9 @@ MAX_DEADLINE_MS = 24 * 3600 * 1000
 MAX_WORLD_SIZE = 4096
 MAX_KEEP = 16
 MAX_STEP = 1 << 53
+PHASES = ("train", "rollout")
+MAX_GPUS = 64
+"""That one claim to a phase names."""
 MAX_REASONS = 64
 """Kinds of reasons why an engine loads tensors itself that a worker tells."""
 MAX_DIFFERENCES = 8
@@ -185,6 +188,14 @@ def _ids(value: Any) -> bool:
     return isinstance(value, list) and len(value) <= MAX_FDS and all(_text(item) for item in value)
 
 
+def _gpus(value: Any) -> bool:
+    return isinstance(value, list) and 0 < len(value) <= MAX_GPUS and all(map(_text, value))
+
+
+def _phase(value: Any) -> bool:
+    return value in PHASES
+
+
 def _numbers_up_to(high: int, value: Any) -> bool:
     return isinstance(value, list) and len(value) <= 1024 and all(_whole(0, high)(item) for item in value)
 
@@ -295,6 +306,8 @@ OPERATIONS: dict[str, dict[str, Check]] = {
     },
     "read.engine": {"job": _text, "engine": _text},
     # both
+    "phase.enter": {"job": _text, "who": _text, "gpus": _gpus, "phase": _phase, "token": _text},
+    "phase.leave": {"token": _text},
     "segment.open": {"ids": _ids},
     "segment.closed": {"ids": _ids},
     "goodbye": {},

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from awexd.store.model import Job, Lease, Segment, SegmentState, Version, Worker, Writer
+from awexd.store.phases import Phases
 from awexd_transports.errors import InvalidArgument
 from awexd_transports.layout import digest_of
 
@@ -39,6 +40,7 @@ class Ledger:
         self.jobs: dict[str, Job] = {}
         self.sessions: dict[str, Session] = {}
         self.leases: dict[str, Lease] = {}
+        self.phases = Phases()
         self.to_unlink: list[Segment] = []
         self.to_clear: list[Segment] = []
         self.touched: set[str] = set()

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from awexd.store import reading, registering
 from awexd.store.ledger import Ledger, Session
 from awexd.store.model import Job, Segment, SegmentState, Wait
+from awexd.store.phases import CHANGED
 from awexd_transports.errors import VersionConflict
 
 
@@ -19,6 +20,8 @@ class Sessions(Ledger):
     def end_session(self, session_id: str, *, unmapped: bool, why: str, now: float) -> None:
         """Ends a session, releasing all it has. ``unmapped``: it said goodbye, or its process has exited."""
         session = self.sessions.pop(session_id)
+        if self.phases.end_session(session_id):
+            self.touched.add(CHANGED)
         jobs = self._jobs_of(session)
         if session.writer:
             job, writer = self.jobs[session.writer[0]], session.writer[1]

@@ -124,6 +124,9 @@ class Endpoint(ABC):
     def _register_again(self, timeout: float) -> None:
         """Restores this endpoint's registration on a new connection."""
 
+    def _resume(self, timeout: float) -> None:  # noqa: B027 - most have nothing
+        """Claims again what else this endpoint has, once it is registered."""
+
     @abstractmethod
     def _forget_tables(self, segments: Sequence[str] | None) -> None:
         """Lets go of copies over these segments' mappings (None: of all)."""
@@ -211,6 +214,7 @@ class Endpoint(ABC):
             self._connection = _connect_again(self._path, deadline.left())
             try:
                 self._register_again(deadline.left())
+                self._resume(deadline.left())
             except BaseException as error:
                 self._connection.close()  # half a client would be refused for ever: the next call connects anew
                 if not isinstance(error, DaemonUnavailable) or deadline.left() <= 0:

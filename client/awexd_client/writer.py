@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 from awexd.protocol import MAX_DEADLINE_MS, MAX_KEEP, MAX_STEP
 from awexd_client.adapters.base import Adapter
-from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline, Endpoint, check_whole, failed
+from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline, check_whole, failed
 from awexd_client.holding import Casts, Holding
 from awexd_client.mappings import Mapping
 from awexd_client.outgoing import SegmentLayout
+from awexd_client.phases import Phased
 from awexd_client.publication import Publication, Update
 from awexd_client.session import Asked, NoAnswer
 from awexd_transports.copy import CopyTable
@@ -33,7 +34,7 @@ _log = logging.getLogger(__name__)
 _RETRIES = 5
 
 
-class WeightWriter(Endpoint):
+class WeightWriter(Phased):
     """Publishes one training process's weights. All ranks of the trainer make one each.
 
     Args:
@@ -167,6 +168,13 @@ class WeightWriter(Endpoint):
     def _holding(self) -> Holding:
         if self._holding_ is None:
             raise InvalidArgument("register(...) comes first")
+        return self._holding_
+
+    @property
+    def _who(self) -> str:
+        return f"writer rank {self.rank}"
+
+    def _registered(self) -> Holding | None:
         return self._holding_
 
     @property
