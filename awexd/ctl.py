@@ -188,6 +188,15 @@ def _status(answer: Answer) -> list[str]:
             f"  step {attempt['step']} is being written: ranks {attempt['ranks']}, sealed {attempt['sealed']}"
             for attempt in job["open"]
         ]
+        lines += [
+            f"  parked by rank {parcel['rank']}: {parcel['name']}, {_size(parcel['bytes'])}"
+            + ("" if parcel["state"] == "pinned" else f" ({parcel['state']})")
+            for parcel in job["parked"]
+        ]
+        lines += [
+            f"  pinned: {pin['version'][0]}.{pin['version'][1]}, the offloaded weights of ranks {pin['ranks']}"
+            for pin in job["pinned"]
+        ]
         for engine in job["engines"]:
             workers = ", ".join(
                 f"{worker['rank']} {worker['state']}"

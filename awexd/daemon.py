@@ -30,6 +30,7 @@ from awexd.engines import Engines
 from awexd.journal import Journal
 from awexd.listener import listening
 from awexd.memory import Memory
+from awexd.parking import Parking
 from awexd.phasing import Phasing
 from awexd.protocol import Message, check_hello, hello
 from awexd.report import Report
@@ -131,7 +132,7 @@ class Daemon:
         self._service = Service(settings, self._store, memory, journal, background)
         self._session_ids = (f"s{n}" for n in itertools.count(1))
         self._sessions: dict[asyncio.Task[None], Channel] = {}
-        for operations in (Trainers, Engines, Report, Control):
+        for operations in (Trainers, Engines, Parking, Report, Control):
             operations(self._service)
         self._phasing = Phasing(self._service, journal)
 

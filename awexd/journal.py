@@ -75,6 +75,7 @@ class Journal:
             "uids": sorted(job.uids),
             "gids": sorted(job.gids),
             "withdrawn": list(job.withdrawn),
+            "pins": [[*key, sorted(ranks)] for key, ranks in job.pins.items()],
         }
 
     def save(self, record: dict[str, Any]) -> None:
@@ -91,7 +92,7 @@ class Journal:
             try:
                 record = orjson.loads(path.read_bytes())
                 jobs.append(_job(record))
-            except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+            except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
                 raise InvalidArgument(
                     f"{path} is not a job's record ({error}); remove it to start without it"
                 ) from error
@@ -160,6 +161,7 @@ def _job(record: dict[str, Any]) -> Job:
         raise TypeError(f"format {record['format']}, this version reads {RECORD_FORMAT}")
     numbers = [record[key] for key in ("owner_uid", "epoch", "world_size", "keep")]
     numbers += [record["high"] + 1, *record["uids"], *record["gids"], *record["withdrawn"]]
+    numbers += [number for epoch, step, ranks in record.get("pins", ()) for number in (epoch, step, *ranks)]
     if not isinstance(record["job"], str) or any(type(number) is not int or number < 0 for number in numbers):
         raise TypeError("a value of another kind")
     job = Job(
@@ -173,4 +175,5 @@ def _job(record: dict[str, Any]) -> Job:
         gids=set(record["gids"]),
     )
     job.withdrawn.extend(record["withdrawn"])
+    job.pins = {(epoch, step): set(ranks) for epoch, step, ranks in record.get("pins", ())}
     return job

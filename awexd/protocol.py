@@ -256,6 +256,7 @@ _STEP = _whole(0, MAX_STEP)
 _DEADLINE = _whole(0, MAX_DEADLINE_MS)
 _ATTEMPT = _whole(1, MAX_STEP)
 _RANKS = {"rank": _whole(0, MAX_WORLD_SIZE - 1), "world_size": _whole(1, MAX_WORLD_SIZE)}
+_PARCEL = {"job": _text, "rank": _whole(0, MAX_WORLD_SIZE - 1), "name": _text}
 _ATTEMPTED = {"epoch": _ATTEMPT, "step": _STEP, "attempt": _ATTEMPT}
 
 OPERATIONS: dict[str, dict[str, Check]] = {
@@ -280,6 +281,12 @@ OPERATIONS: dict[str, dict[str, Check]] = {
         "reason": _sentence,
     },
     "write.committed": _ATTEMPTED,
+    "park.begin": {**_PARCEL, "nbytes": _whole(0, 1 << 60)},
+    "park.open": _PARCEL,
+    "park.seal": {**_PARCEL, "segment": _text},
+    "park.drop": {**_PARCEL, "segment": _optional(_text), "keep": _boolean},
+    "park.pin": {"version": _optional(_version)},
+    "park.unpin": {},
     # an inference process
     "read.sources": {"job": _text, "set": _optional(_digest)},
     "read.register": {

@@ -194,6 +194,11 @@ def _job(job: Job) -> dict[str, Any]:
             for step, attempt in sorted(job.attempts.items())
         ],
         "segments": _segments(job),
+        "parked": [
+            {"rank": p.rank, "name": p.name, "bytes": p.segment.nbytes, "state": p.state.value, "pid": p.pid or None}
+            for _, p in sorted(job.parcels.items())
+        ],
+        "pinned": [{"version": list(key), "ranks": sorted(ranks)} for key, ranks in sorted(job.pins.items())],
         "bytes": sum(segment.nbytes for segment in job.segments.values()),
         "locked": all(segment.locked for segment in job.segments.values()),
     }

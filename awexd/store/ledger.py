@@ -16,7 +16,8 @@ from awexd_transports.layout import digest_of
 class Session:
     """One client's connection: what it registered, and what it was told to unmap.
 
-    ``ending``: the connection is gone; whether its process is too is being found out.
+    ``parks``: jobs that it has parked memory for. ``ending``: the connection is gone; whether its process is too is
+    being found out.
     """
 
     id: str
@@ -24,6 +25,7 @@ class Session:
     uid: int
     writer: tuple[str, Writer] | None = None
     worker: tuple[str, Worker] | None = None
+    parks: set[str] = field(default_factory=set)
     ending: bool = False
     leases: set[str] = field(default_factory=set)
     to_drop: set[str] = field(default_factory=set)
@@ -112,7 +114,7 @@ class Ledger:
         if len(job.versions) > max(job.keep, 1):
             for version in job.held()[max(job.keep, 1) :]:
                 version.retired = True
-        for version in [v for v in job.versions.values() if v.leaving and not v.leases]:
+        for version in [v for v in job.versions.values() if v.leaving and not v.leases and v.key not in job.pins]:
             del job.versions[version.key]
             for segment_id in version.segments:
                 self._free(job, job.segments[segment_id])
@@ -148,8 +150,8 @@ class Ledger:
         self.to_unlink.append(segment)
 
     def _jobs_of(self, session: Session) -> list[Job]:
-        names = {role[0] for role in (session.writer, session.worker) if role}
-        return [self.jobs[name] for name in names]
+        names = {role[0] for role in (session.writer, session.worker) if role} | session.parks
+        return [self.jobs[name] for name in names if name in self.jobs]
 
     def _sessions_of(self, job: Job) -> bool:
         return any(job in self._jobs_of(session) for session in self.sessions.values())

@@ -79,6 +79,28 @@ class Segment:
         return self.state is SegmentState.WRITING or self.state is SegmentState.GRANTED
 
 
+class ParcelState(StrEnum):
+    OPEN = "open"
+    PINNED = "pinned"
+    SPARE = "spare"
+
+
+@dataclass(slots=True)
+class Parcel:
+    """What one rank has parked under a name. Pinned, it belongs to the job; else to the session that fills or keeps it.
+
+    Attributes:
+        session, pid: who has filled it; "" and 0 for one of a former daemon.
+    """
+
+    name: str
+    rank: int
+    segment: Segment
+    session: str
+    pid: int
+    state: ParcelState = ParcelState.OPEN
+
+
 @dataclass(slots=True)
 class Writer:
     """One registered training process; ``reserved`` is the set of manifests that its segment layout was made for."""
@@ -265,6 +287,8 @@ class Job:
         epoch: 0 until the first trainer has registered.
         high: highest step committed or withdrawn in this epoch; -1 for none. Steps are never used twice.
         withdrawn: attempts whose versions were rolled back or dropped, the last of them: they must not come back.
+        parcels: what ranks have parked, by rank and name.
+        pins: versions that ranks have offloaded their weights into, and which ranks.
         idle_since: when its last session ended; None while it has one.
     """
 
@@ -284,6 +308,8 @@ class Job:
     versions: dict[VersionKey, Version] = field(default_factory=dict)
     engines: dict[str, Engine] = field(default_factory=dict)
     withdrawn: deque[int] = field(default_factory=lambda: deque(maxlen=REMEMBERED_ATTEMPTS))
+    parcels: dict[tuple[int, str], Parcel] = field(default_factory=dict)
+    pins: dict[VersionKey, set[int]] = field(default_factory=dict)
     idle_since: float | None = None
 
     def held(self) -> list[Version]:

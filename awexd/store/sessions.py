@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from awexd.store import reading, registering
+from awexd.store import parking, reading, registering
 from awexd.store.ledger import Ledger, Session
 from awexd.store.model import Job, Segment, SegmentState, Wait
 from awexd.store.phases import CHANGED
@@ -42,6 +42,7 @@ class Sessions(Ledger):
                 if session_id in segment.users:
                     segment.users.discard(session_id)
                     segment.unsafe = segment.unsafe or not unmapped
+        parking.end_session(self, session)
         for job in jobs:
             self._settle(job)
             if not self._sessions_of(job):
@@ -73,7 +74,8 @@ class Sessions(Ledger):
 
     def _forget_unused(self, job: Job) -> None:
         """Forgets a job that nothing has come of: no epoch, no grant, nobody in it."""
-        if not (job.epoch or job.uids or job.gids or job.engines or job.pending) and self.jobs.get(job.name) is job:
+        something = job.epoch or job.uids or job.gids or job.engines or job.pending or job.parcels
+        if not something and self.jobs.get(job.name) is job:
             del self.jobs[job.name]
 
     def _check_role(

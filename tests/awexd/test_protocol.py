@@ -76,7 +76,7 @@ def test_operations_are_these() -> None:
         "write.begin write.seal write.abort write.committed "
         "read.sources read.register read.siblings read.resolve read.confirm read.release read.wait read.engine "
         "read.verified "
-        "phase.enter phase.leave "
+        "phase.enter phase.leave park.begin park.open park.seal park.drop park.pin park.unpin "
         "segment.open segment.closed goodbye job.close job.grant status versions sessions manifests events "
         "drop rollback gc"
     )
