@@ -209,6 +209,20 @@ class WeightWriter(_Phased[_writer.WeightWriter]):
     async def publish(self, step: int, timeout: float = DEFAULT_TIMEOUT) -> Publication:
         return Publication(await _in(self._pool, self._blocking.publish, step, timeout), self._pool)
 
+    async def park(self, name: str, tensors: object, timeout: float = DEFAULT_TIMEOUT) -> None:
+        await _in(self._pool, self._blocking.park, name, tensors, timeout)
+
+    async def offload(self, timeout: float = DEFAULT_TIMEOUT) -> None:
+        await _in(self._pool, self._blocking.offload, timeout)
+
+    async def restore(
+        self, name: str | None = None, tensors: object = None, timeout: float = DEFAULT_TIMEOUT, *, keep: bool = True
+    ) -> None:
+        await _in(self._pool, self._blocking.restore, name, tensors, timeout, keep=keep)
+
+    async def discard(self, name: str | None = None, timeout: float = DEFAULT_TIMEOUT) -> None:
+        await _in(self._pool, self._blocking.discard, name, timeout)
+
     async def grant(
         self, uids: tuple[int, ...] = (), gids: tuple[int, ...] = (), timeout: float = DEFAULT_TIMEOUT
     ) -> None:

@@ -83,7 +83,7 @@ class Endpoint(ABC):
                 return  # it still copies: its mappings end with the process
         try:
             self._forget_tables(None)
-            self._maps.close()
+            self._close_maps()
             self._connection.goodbye()
         finally:
             self._lock.release()
@@ -116,13 +116,17 @@ class Endpoint(ABC):
         """In a forked child: the session is the parent's, and the mappings were not inherited (MADV_DONTFORK)."""
         self._forked = True
         self._lock = threading.RLock()
-        _graveyard.append(self._maps)
+        bury(self._maps)
         self._maps = Mappings(writable=False)
         self._forget_tables(None)
 
     @abstractmethod
     def _register_again(self, timeout: float) -> None:
         """Restores this endpoint's registration on a new connection."""
+
+    def _close_maps(self) -> None:
+        """With the client; of a connection that is lost only ``_maps`` go."""
+        self._maps.close()
 
     def _resume(self, timeout: float) -> None:  # noqa: B027 - most have nothing
         """Claims again what else this endpoint has, once it is registered."""
@@ -221,6 +225,11 @@ class Endpoint(ABC):
                     raise
             else:
                 return
+
+
+def bury(mappings: Mappings) -> None:
+    """In a forked child, which has not inherited them."""
+    _graveyard.append(mappings)
 
 
 class Deadline:

@@ -110,6 +110,11 @@ class Mappings:
                         os.close(fd)
             return [self._maps[segment_id] for segment_id, _ in wanted]
 
+    def known(self, segment_id: str) -> Mapping | None:
+        """The mapping of that segment, if there is one."""
+        with self._lock:
+            return self._maps.get(segment_id)
+
     def discard(self, ids: Iterable[str]) -> None:
         """Unmaps those of these segments that are mapped. Whoever holds views into them must have let go."""
         with self._lock:

@@ -13,8 +13,8 @@ from awexd_client.adapters.base import Adapter
 from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline, check_whole, failed
 from awexd_client.holding import Casts, Holding
 from awexd_client.mappings import Mapping
+from awexd_client.offloading import Offloading
 from awexd_client.outgoing import SegmentLayout
-from awexd_client.phases import Phased
 from awexd_client.publication import Publication, Update
 from awexd_client.session import Asked, NoAnswer
 from awexd_transports.copy import CopyTable
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 _RETRIES = 5
 
 
-class WeightWriter(Phased):
+class WeightWriter(Offloading):
     """Publishes one training process's weights. All ranks of the trainer make one each.
 
     Args:
@@ -111,9 +111,12 @@ class WeightWriter(Phased):
             BudgetExceeded: no room for ``keep + 1`` versions.
             VersionConflict: another live process has this rank, or world_size or keep differs.
         """
+        self._check_present()
         holding = Holding.of(target, adapter, dtype)
         deadline = Deadline(timeout)
         with self._turn(deadline):
+            self._check_present()
+            self._last = None
             self._holding_ = holding
             self._casts = dtype
             self._surviving(lambda deadline: self._register(deadline), deadline)
@@ -127,6 +130,8 @@ class WeightWriter(Phased):
         """
         deadline = Deadline(timeout)
         with self._turn(deadline):
+            self._check_present()
+            self._last = None  # what is written may come from anywhere
             publication, mapping = self._surviving(lambda deadline: self._begin(step, deadline), deadline)
         return Update(self, publication, mapping, timeout)
 
@@ -143,9 +148,12 @@ class WeightWriter(Phased):
         deadline = Deadline(timeout)
         sent: list[Publication] = []
         with self._turn(deadline):
+            self._check_present()
+            self._last = None
             for _ in range(_RETRIES):
                 publication = self._surviving(lambda deadline: self._publish(step, sent, deadline), deadline)
                 if publication is not None:
+                    self._last = publication
                     return publication
             raise DaemonUnavailable(f"step {step} was lost {_RETRIES} times to restarts of the daemon")
 
@@ -161,8 +169,19 @@ class WeightWriter(Phased):
             self._surviving(lambda deadline: self._ask("job.close", deadline.left(), job=self.job), deadline)
             self._epoch, self._after = "continue", None  # registering again begins the job anew
             self._segment_ = self._open = self._next = None
+            self._forget_offloaded()
 
     # internals
+
+    def _current(self) -> Holding:
+        if self._open is not None and not self._open._captured:
+            raise InvalidArgument(f"{self.job}: step {self._open.step} is being written; leave its `with` block first")
+        self._refresh()
+        return self._holding
+
+    def _forget_copies(self) -> None:
+        if self._segment_ is not None:
+            self._segment_.tables.clear()
 
     @property
     def _holding(self) -> Holding:
@@ -372,5 +391,7 @@ class WeightWriter(Phased):
     def _forget_tables(self, segments: Sequence[str] | None) -> None:
         if segments is None:
             self._next = None
+        else:
+            self._forget_parcels(segments)
         if self._segment_ is not None:
             self._segment_.tables.clear()
