@@ -9,24 +9,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from awexd_client.adapters.live import mapping_of, modules_of
 from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline, bury
 from awexd_client.holding import Holding
 from awexd_client.mappings import Mapping, Mappings
 from awexd_client.parked import RESERVED, Parked
 from awexd_client.publication import Publication
-from awexd_client.storages import Stored, Tensors, allocate, check_releasable, named, release, storages_of
+from awexd_client.registered import by_entry, check_covered, made_of, names_of, storage_of, stored_under
+from awexd_client.storages import Stored, allocate, check_releasable, release
 from awexd_client.unchanged import Source
 from awexd_transports.errors import (
     AwexdError,
     DaemonUnavailable,
     EpochChanged,
     InvalidArgument,
-    ManifestMismatch,
     VersionConflict,
     VersionUnavailable,
 )
-from awexd_transports.view import View, covers
 
 PARCEL = f"{RESERVED}offload"
 _log = logging.getLogger(__name__)
@@ -82,7 +80,7 @@ class Offloading(Parked):
             self._check_usable()
             self._check_present()
             holding = self._current()
-            stored = _stored(holding)
+            stored = stored_under(holding)
             check_releasable(stored)
             source = self._pin_last(deadline)
             try:
@@ -92,7 +90,7 @@ class Offloading(Parked):
                     self._unpin(deadline)
                     source = None
                 if rest:
-                    self._park(PARCEL, _by_entry(holding, rest), deadline)
+                    self._park(PARCEL, by_entry(holding, rest), deadline)
             except BaseException:
                 if source is not None:
                     self._unpin_later()
@@ -242,9 +240,9 @@ class Offloading(Parked):
         """Entries that the version brings back, and the storages that are wholly made of them."""
         if source is None:
             return [], []
-        of = _storage_of(holding, stored)
+        of = storage_of(holding, stored)
         numbers = source.restores(holding)
-        free = [one for one in stored if one.nbytes and _made_of(one, holding, numbers, of)]
+        free = [one for one in stored if one.nbytes and made_of(one, holding, numbers, of)]
         numbers = [number for number in numbers if of[number] in free]
         if numbers and self.verify_mode == "checksum":
             changed = {id(of[number]) for number in source.changed(holding, numbers)}
@@ -295,9 +293,9 @@ class Offloading(Parked):
                 f"{self.job}: nothing is offloaded, by this process or an earlier one of rank {self.rank}"
             )
         parked = parcel.contents.tensors if parcel else {}
-        names = _names(holding)
+        names = names_of(holding)
         rest = [number for number in (source.restores(holding) if source else ()) if names[number] not in parked]
-        _check_covered(holding, [*rest, *(number for number, name in enumerate(names) if name in parked)])
+        check_covered(holding, [*rest, *(number for number, name in enumerate(names) if name in parked)])
         copies = source.copies(holding, rest, check=check) if source else None
         if parcel is not None:
             ours = {names[number]: shard.tensor for number, shard in enumerate(holding.weights.direct)}
@@ -329,78 +327,3 @@ class Offloading(Parked):
         super()._after_fork()
         bury(self._pinned_maps)
         self._pinned_maps = Mappings(writable=False)
-
-
-def _stored(holding: Holding) -> list[Stored]:
-    """The storages under what is registered, with all tensors of its target that lie in them."""
-    registered: dict[str, Any] = {}
-    for entry, shard in zip(holding.manifest.entries, holding.weights.direct, strict=True):
-        name = entry.tensor.name
-        registered[f"{name} {entry.box}" if name in registered else name] = shard.tensor
-    found = storages_of(registered)
-    own = {one.storage._cdata: one for one in found}
-    for name, tensor in _target_tensors(holding.target).items():
-        one = own.get(tensor.untyped_storage()._cdata)
-        if one is not None:
-            one.tensors.setdefault(name, tensor)
-    return found
-
-
-def _target_tensors(target: object) -> Tensors:
-    modules = modules_of(target)
-    if modules is not None:
-        return named_in(modules)
-    mapping = mapping_of(target)
-    return named(mapping) if mapping else {}
-
-
-def named_in(modules: Sequence[Any]) -> Tensors:
-    """Parameters and buffers of modules that are plain memory."""
-    found: dict[str, Any] = {}
-    for number, module in enumerate(modules):
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            try:
-                found |= {f"{number}.{given}": local for given, local in named({name: tensor}).items()}
-            except InvalidArgument:  # nothing that is registered lies in it
-                continue
-    return found
-
-
-def _names(holding: Holding) -> list[str]:
-    """What entries are called in a parcel."""
-    return [
-        f"{entry.tensor.name} {list(entry.box.offset)} {list(entry.box.shape)}" for entry in holding.manifest.entries
-    ]
-
-
-def _storage_of(holding: Holding, stored: Sequence[Stored]) -> list[Stored]:
-    """By entry."""
-    own = {one.storage._cdata: one for one in stored}
-    return [own[shard.tensor.untyped_storage()._cdata] for shard in holding.weights.direct]
-
-
-def _by_entry(holding: Holding, rest: Sequence[Stored]) -> list[Stored]:
-    """The same storages, their tensors called as a later process would call them."""
-    own = {one.storage._cdata: Stored(one.storage, one.nbytes) for one in rest}
-    for name, shard in zip(_names(holding), holding.weights.direct, strict=True):
-        one = own.get(shard.tensor.untyped_storage()._cdata)
-        if one is not None:
-            one.tensors[name] = shard.tensor
-    return list(own.values())
-
-
-def _check_covered(holding: Holding, numbers: Sequence[int]) -> None:
-    """Raises ManifestMismatch where these entries are not all that is registered; names what is left out."""
-    stored = storages_of({str(number): shard.tensor for number, shard in enumerate(holding.weights.direct)})
-    of = _storage_of(holding, stored)
-    short = {id(one) for one in stored if one.nbytes and not _made_of(one, holding, numbers, of)}
-    names = [entry.tensor.name for number, entry in enumerate(holding.manifest.entries) if id(of[number]) in short]
-    if names:
-        raise ManifestMismatch.between(
-            "an earlier process has offloaded other tensors than are registered", missing=names, mismatched={}
-        )
-
-
-def _made_of(one: Stored, holding: Holding, numbers: Sequence[int], of: Sequence[Stored]) -> bool:
-    views: list[View] = [holding.views[number] for number in numbers if of[number] is one]
-    return bool(views) and covers(views, one.storage.data_ptr(), one.nbytes)

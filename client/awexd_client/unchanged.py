@@ -51,6 +51,7 @@ class Source:
     def changed(self, holding: Holding, numbers: Sequence[int]) -> set[int]:
         """Those of these entries whose memory is no longer what the version has."""
         sources, destination = self._planned(holding, numbers)
+        self._pin(sources, destination)
         rows: dict[int, list[Row]] = {}
         for copy in sources.plan.copies:
             box = copy.box.relative_to(destination.manifest.entries[copy.destination_entry].box.offset)
@@ -70,12 +71,15 @@ class Source:
             ManifestMismatch: the version does not have them all.
         """
         sources, destination = self._planned(holding, numbers)
-        if any(view.device is not None for view in destination.views):
-            for rank in sources.ranks:
-                self.segments[rank].pin()
+        self._pin(sources, destination)
         summed: Collection[int] | None = self.stored if check else None
         sums = comparison(sources, self.segments, summed)
         return build(destination, sources, self.segments, sums, sources.plan.copies)
+
+    def _pin(self, sources: Sources, destination: _Filled) -> None:
+        if any(view.device is not None for view in destination.views):
+            for rank in sources.ranks:
+                self.segments[rank].pin()
 
     def _planned(self, holding: Holding, numbers: Sequence[int]) -> tuple[Sources, _Filled]:
         pieces: dict[int, int] = {}
