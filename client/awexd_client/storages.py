@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -55,7 +56,9 @@ class Stored:
 
 
 def named(tensors: object) -> dict[str, torch.Tensor]:
-    """Given tensors by name, those of distributed ones' own parts; a list's are called by their numbers.
+    """Given tensors by name, of distributed ones their own parts; a list's are called by their numbers.
+
+    What FSDP2 puts behind an uneven shard, so that all ranks' are of one size, is a tensor of its own here.
 
     Raises:
         InvalidArgument: something else, or no tensor at all.
@@ -78,9 +81,26 @@ def named(tensors: object) -> dict[str, torch.Tensor]:
         if local.device.type not in ("cpu", "cuda") or local.layout != torch.strided:
             raise InvalidArgument(f"{name}: {local.layout} on {local.device} has no plain memory")
         found[name] = local
+        padding = _padding_of(tensor, local) if local is not tensor else None
+        if padding is not None:
+            found[f"{name} (padding)"] = padding
     if not found:
         raise InvalidArgument("no tensors were given")
     return found
+
+
+def _padding_of(whole: Any, local: torch.Tensor) -> torch.Tensor | None:
+    """The rest of a shard's storage, where that makes the shard as large as the first rank's along dimension 0."""
+    from torch.distributed.tensor import Shard
+
+    split = [at for at, placement in enumerate(whole.placements) if isinstance(placement, Shard)]
+    if len(split) != 1 or whole.placements[split[0]].dim != 0 or local.storage_offset() or not local.is_contiguous():
+        return None
+    rows, row = -(-whole.shape[0] // whole.device_mesh.size(split[0])), math.prod(local.shape[1:])
+    size, held = local.element_size(), local.untyped_storage().nbytes()
+    if held != rows * row * size or local.numel() * size == held:
+        return None
+    return local.detach().as_strided((rows * row - local.numel(),), (1,), local.numel())
 
 
 def storages_of(tensors: Tensors) -> list[Stored]:

@@ -124,7 +124,7 @@ def test_case_26_only_whole_storages_of_our_own_are_let_go(
     assert torch.equal(whole, torch.arange(100.0))
 
 
-def test_another_process_memory_is_kept_for_the_next_parcel_or_given_back(daemon: Daemon, writer: WeightWriter) -> None:
+def test_memory_of_a_parcel_is_kept_for_the_next_one_or_given_back(daemon: Daemon, writer: WeightWriter) -> None:
     tensors = [torch.ones(5000)]
     writer.park("optimizer", tensors)
     (segment,) = daemon.segments()
