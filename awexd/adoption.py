@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 
 from awexd.manifests import is_body
 from awexd.memory import Found, Memory
-from awexd.store import Segment, Store, Version
-from awexd.store.model import Job
+from awexd.store import Segment, Store, Version, parking
+from awexd.store.model import Job, ParcelState
 from awexd_transports.layout import digest_of
 
 _log = logging.getLogger(__name__)
@@ -23,6 +23,9 @@ def adopt(store: Store, memory: Memory, jobs: Iterable[Job], manifests: Mapping[
     groups: defaultdict[tuple[str, int, int, int], list[Found]] = defaultdict(list)
     for found in memory.adopt():
         header = found.header
+        if header["state"] == ParcelState.PINNED:
+            _adopt_parcel(store, found, now)
+            continue
         groups[header["job"], header["epoch"], header["step"], header["attempt"]].append(found)
     good = {digest for digest, body in manifests.items() if is_body(body, digest)}
     for (name, epoch, step, attempt), segments in sorted(groups.items()):
@@ -34,6 +37,8 @@ def adopt(store: Store, memory: Memory, jobs: Iterable[Job], manifests: Mapping[
                 memory.unlink(found.id)
             continue
         _adopt_version(store, name, (epoch, step), attempt, segments, now)
+    for job in store.jobs.values():
+        job.pins = {key: ranks for key, ranks in job.pins.items() if key in job.versions}
     for segment in store.to_unlink:
         memory.unlink(segment.id)
     for segment in store.to_clear:
@@ -42,6 +47,13 @@ def adopt(store: Store, memory: Memory, jobs: Iterable[Job], manifests: Mapping[
     store.to_unlink.clear()
     store.to_clear.clear()
     store.touched.clear()
+
+
+def _adopt_parcel(store: Store, found: Found, now: float) -> None:
+    header = found.header
+    job = store.job_for(header["job"], header["owner_uid"], now)
+    parking.adopt(store, job, header["rank"], header["name"], Segment(found.id, header["rank"], found.nbytes))
+    _log.info("job %s: what rank %d parked as %s adopted", job.name, header["rank"], header["name"])
 
 
 def _problem(segments: list[Found], manifests: set[str]) -> str:

@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 
 from awexd.background import Background, Signals
 from awexd.memory import Memory
-from awexd.store import Segment, Store
+from awexd.store import Segment, Store, parking
 from awexd.store.model import Job
 from awexd.store.slots import Shortfall, shortfall_of
 from awexd_transports.errors import BudgetExceeded, DeadlineExceeded, VersionConflict
@@ -51,15 +51,49 @@ class Allocator:
                 await self._check(wanted)
                 await self._make(job, shortfall, wanted)
 
+    async def single(self, nbytes: int, take: Callable[[str, bool], None], deadline: float) -> None:
+        """Makes one segment and hands its id, and whether it is locked, to ``take``: now, on the loop, or never.
+
+        What ``take`` refuses is unlinked. Goes on if its caller goes away.
+
+        Raises:
+            BudgetExceeded, DeadlineExceeded: as ``fill``; or what ``take`` raised.
+        """
+        try:
+            async with asyncio.timeout_at(deadline):
+                await asyncio.shield(self._background.task(self._single(nbytes, take)))
+        except TimeoutError:
+            raise DeadlineExceeded(f"{nbytes} bytes of shared memory are still being reserved") from None
+
+    async def _single(self, nbytes: int, take: Callable[[str, bool], None]) -> None:
+        await self._background.threads_done()
+        wanted = HEADER_BYTES + nbytes
+        await self._check(wanted)
+        self._promised += wanted
+        try:
+            segment_id, locked = await asyncio.to_thread(self._memory.create, nbytes)
+        finally:
+            self._promised -= wanted
+            self._done.fire("")
+        try:
+            take(segment_id, locked)
+        except BaseException:
+            self._background.thread(self._memory.unlink, segment_id)
+            raise
+
     async def _check(self, wanted: int) -> None:
         """What is being made for others counts twice for a while: a refusal is only true once they are done."""
         while True:
             try:
                 self._memory.budget.check(wanted, self._memory.total_nbytes, self._promised)
             except BudgetExceeded:
-                if not self._promised:
+                if parking.give_up_spares(self._store):
+                    self._settle()
+                    await self._background.threads_done()
+                elif not self._promised:
                     raise
-                await self._done.next("")
+                else:
+                    await self._done.next("")
             else:
                 return
 

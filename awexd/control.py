@@ -49,6 +49,8 @@ class Control:
     async def _drop(self, call: Call) -> Reply:
         job: Job = self._controlled(call)
         step = call.arguments["step"]
+        if step is None and job.idle_since is not None:
+            job.pins.clear()  # nobody is left to whom those were the only copy
         reply = await self._withdraw(job, self._store.drop(job, step), call.peer.uid)
         deserted = job.idle_since is not None and self._store.jobs.get(job.name) is job
         if step is None and deserted:

@@ -175,6 +175,7 @@ def _status(answer: Answer) -> list[str]:
         + ("locked" if memory["locked"] else f"not locked ({memory['lock_problem']})"),
         f"sessions: {answer['sessions']}",
     ]
+    lines += [line for gpu in answer["phases"] for line in _phase(gpu)]
     for job in answer["jobs"]:
         held, borrowed = (
             ", ".join(f"{epoch}.{step}" for epoch, step in job[kind]) or "none" for kind in ("held", "borrowed")
@@ -192,6 +193,15 @@ def _status(answer: Answer) -> list[str]:
             f"  step {attempt['step']} is being written: ranks {attempt['ranks']}, sealed {attempt['sealed']}"
             for attempt in job["open"]
         ]
+        lines += [
+            f"  parked by rank {parcel['rank']}: {parcel['name']}, {_size(parcel['bytes'])}"
+            + ("" if parcel["state"] == "pinned" else f" ({parcel['state']})")
+            for parcel in job["parked"]
+        ]
+        lines += [
+            f"  pinned: {pin['version'][0]}.{pin['version'][1]}, the offloaded weights of ranks {pin['ranks']}"
+            for pin in job["pinned"]
+        ]
         for engine in job["engines"]:
             workers = ", ".join(
                 f"{worker['rank']} {worker['state']}"
@@ -202,6 +212,16 @@ def _status(answer: Answer) -> list[str]:
             for worker in engine["workers"]:
                 lines += [f"    rank {worker['rank']} {text}" for text in _told_of(worker)]
     return lines
+
+
+def _phase(gpu: Answer) -> list[str]:
+    def named(claim: Answer) -> str:
+        gone = "" if claim["connected"] else ", not connected again yet"
+        return f"{claim['who']} of {claim['job']} (process {claim['pid']}{gone}) since {_ago(claim['since'])}"
+
+    held = "; ".join(map(named, gpu["holders"])) or "nobody"
+    lines = [f"GPU {gpu['gpu']}: phase {gpu['phase'] or '-'}: {held}"]
+    return lines + [f"  waits for phase {claim['phase']}: {named(claim)}" for claim in gpu["waiting"]]
 
 
 def _told_of(worker: Answer) -> list[str]:

@@ -31,6 +31,8 @@ from awexd.journal import Journal
 from awexd.lending import Lenders
 from awexd.listener import listening
 from awexd.memory import Memory
+from awexd.parking import Parking
+from awexd.phasing import Phasing
 from awexd.protocol import Message, check_hello, hello
 from awexd.relay import Relay
 from awexd.report import Report
@@ -132,14 +134,16 @@ class Daemon:
         self._service = Service(settings, self._store, memory, journal, background)
         self._session_ids = (f"s{n}" for n in itertools.count(1))
         self._sessions: dict[asyncio.Task[None], Channel] = {}
-        for operations in (Trainers, Lenders, Relay, Engines, Report, Control):
+        for operations in (Trainers, Lenders, Relay, Engines, Parking, Report, Control):
             operations(self._service)
+        self._phasing = Phasing(self._service, journal)
 
     async def adopt(self) -> None:
         """Finds committed versions of the daemon before; returns when they are checked and can be served."""
         jobs = await asyncio.to_thread(self._journal.load)
         manifests = await self._service.shelf.load()
         await asyncio.to_thread(adopt, self._store, self._memory, jobs, manifests, time.monotonic())
+        await self._phasing.adopt()
         self._service.settle()
         self._service.watch_idle()
 
@@ -165,6 +169,7 @@ class Daemon:
 
     async def stop(self) -> None:
         """Tells every client, ends its session, and unlinks what no version needs."""
+        self._phasing.freeze()
         for channel in self._sessions.values():
             channel.send({"bye": {"reason": "the daemon is stopping"}})
         if self._sessions:

@@ -76,6 +76,7 @@ class Journal:
             "uids": sorted(job.uids),
             "gids": sorted(job.gids),
             "withdrawn": list(job.withdrawn),
+            "pins": [[*key, sorted(ranks)] for key, ranks in job.pins.items()],
         }
 
     def save(self, record: dict[str, Any]) -> None:
@@ -92,11 +93,25 @@ class Journal:
             try:
                 record = orjson.loads(path.read_bytes())
                 jobs.append(_job(record))
-            except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+            except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
                 raise InvalidArgument(
                     f"{path} is not a job's record ({error}); remove it to start without it"
                 ) from error
         return jobs
+
+    def save_phases(self, claims: list[dict[str, Any]]) -> None:
+        """Writes who is inside which phase: for a daemon after this one, not for a machine after a crash."""
+        temporary = self.directory / "phases.new"
+        temporary.write_bytes(orjson.dumps(claims))
+        os.replace(temporary, self.directory / "phases")
+
+    def load_phases(self) -> list[dict[str, Any]]:
+        """What was written last; nothing where that cannot be read."""
+        try:
+            found = orjson.loads((self.directory / "phases").read_bytes())
+        except (OSError, orjson.JSONDecodeError):
+            return []
+        return [claim for claim in found if isinstance(claim, dict)] if isinstance(found, list) else []
 
     def save_manifest(self, digest: str, body: bytes) -> None:
         path = self.directory / "manifests" / digest
@@ -147,6 +162,7 @@ def _job(record: dict[str, Any]) -> Job:
         raise TypeError(f"format {record['format']}, this version reads {RECORD_FORMAT}")
     numbers = [record[key] for key in ("owner_uid", "epoch", "world_size", "keep")]
     numbers += [record["high"] + 1, *record["uids"], *record["gids"], *record["withdrawn"]]
+    numbers += [number for epoch, step, ranks in record.get("pins", ()) for number in (epoch, step, *ranks)]
     if not isinstance(record["job"], str) or any(type(number) is not int or number < 0 for number in numbers):
         raise TypeError("a value of another kind")
     job = Job(
@@ -160,4 +176,5 @@ def _job(record: dict[str, Any]) -> Job:
         gids=set(record["gids"]),
     )
     job.withdrawn.extend(record["withdrawn"])
+    job.pins = {(epoch, step): set(ranks) for epoch, step, ranks in record.get("pins", ())}
     return job

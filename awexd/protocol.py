@@ -34,6 +34,9 @@ MAX_STEP = 1 << 53
 MAX_DEVICES = 64
 """GPUs that one process sees."""
 MODES = ("auto", "host", "direct")
+PHASES = ("train", "rollout")
+MAX_GPUS = 64
+"""That one claim to a phase names."""
 MAX_REASONS = 64
 """Kinds of reasons why an engine loads tensors itself that a worker tells."""
 MAX_DIFFERENCES = 8
@@ -188,6 +191,14 @@ def _ids(value: Any) -> bool:
     return isinstance(value, list) and len(value) <= MAX_FDS and all(_text(item) for item in value)
 
 
+def _gpus(value: Any) -> bool:
+    return isinstance(value, list) and 0 < len(value) <= MAX_GPUS and all(map(_text, value))
+
+
+def _phase(value: Any) -> bool:
+    return value in PHASES
+
+
 def _numbers_up_to(high: int, value: Any) -> bool:
     return isinstance(value, list) and len(value) <= 1024 and all(_whole(0, high)(item) for item in value)
 
@@ -252,6 +263,7 @@ _STEP = _whole(0, MAX_STEP)
 _DEADLINE = _whole(0, MAX_DEADLINE_MS)
 _ATTEMPT = _whole(1, MAX_STEP)
 _RANKS = {"rank": _whole(0, MAX_WORLD_SIZE - 1), "world_size": _whole(1, MAX_WORLD_SIZE)}
+_PARCEL = {"job": _text, "rank": _whole(0, MAX_WORLD_SIZE - 1), "name": _text}
 _ATTEMPTED = {"epoch": _ATTEMPT, "step": _STEP, "attempt": _ATTEMPT}
 
 OPERATIONS: dict[str, dict[str, Check]] = {
@@ -285,6 +297,12 @@ OPERATIONS: dict[str, dict[str, Check]] = {
     "write.revoke": {},
     "write.asked": {},
     "write.give": {"segment": _text, "number": _STEP},
+    "park.begin": {**_PARCEL, "nbytes": _whole(0, 1 << 60)},
+    "park.open": _PARCEL,
+    "park.seal": {**_PARCEL, "segment": _text},
+    "park.drop": {**_PARCEL, "segment": _optional(_text), "keep": _boolean},
+    "park.pin": {"version": _optional(_version)},
+    "park.unpin": {},
     # an inference process
     "read.sources": {"job": _text, "set": _optional(_digest)},
     "read.register": {
@@ -312,6 +330,8 @@ OPERATIONS: dict[str, dict[str, Check]] = {
     },
     "read.engine": {"job": _text, "engine": _text},
     # both
+    "phase.enter": {"job": _text, "who": _text, "gpus": _gpus, "phase": _phase, "token": _text},
+    "phase.leave": {"token": _text},
     "segment.open": {"ids": _ids},
     "segment.closed": {"ids": _ids},
     "segment.dropped": {},

@@ -13,7 +13,7 @@ import orjson
 
 from awexd import __version__, access
 from awexd.service import EVENTS, Call, Reply, Service
-from awexd.store import Wait
+from awexd.store import Wait, phases
 from awexd.store.model import Engine, Job, SegmentState, Version, Worker, Writer
 from awexd_transports.errors import VersionUnavailable
 
@@ -47,6 +47,15 @@ class Report:
                 },
                 "sessions": len(store.sessions),
                 "jobs": [self._job(job) for job in self._visible(call)],
+                "phases": [
+                    {
+                        "gpu": gpu,
+                        "phase": inside[0].phase if inside else None,
+                        "holders": [phases.row(claim) for claim in inside],
+                        "waiting": [phases.row(claim) for claim in waiting],
+                    }
+                    for gpu, inside, waiting in store.phases.by_gpu()
+                ],
             }
         )
 
@@ -187,6 +196,11 @@ def _job(job: Job) -> dict[str, Any]:
             for step, attempt in sorted(job.attempts.items())
         ],
         "segments": _segments(job),
+        "parked": [
+            {"rank": p.rank, "name": p.name, "bytes": p.segment.nbytes, "state": p.state.value, "pid": p.pid or None}
+            for _, p in sorted(job.parcels.items())
+        ],
+        "pinned": [{"version": list(key), "ranks": sorted(ranks)} for key, ranks in sorted(job.pins.items())],
         "bytes": sum(segment.nbytes for segment in job.segments.values() if not segment.borrowed),
         "locked": all(segment.locked for segment in job.segments.values()),
     }

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, NamedTuple, Union
 
 from awexd.access import Peer
+from awexd.allocator import Allocator
 from awexd.background import Background, Signals
 from awexd.config import Settings
 from awexd.events import Events
@@ -22,7 +23,7 @@ from awexd.journal import Journal
 from awexd.memory import Memory
 from awexd.records import Records
 from awexd.shelf import Shelf
-from awexd.store import Segment, Store, Wait
+from awexd.store import Segment, Store, Wait, parking
 from awexd.store.ledger import Session
 from awexd.store.model import Job
 from awexd.store.slots import mappable
@@ -76,6 +77,7 @@ class Service:
         self.shelf = Shelf(journal, background, store.jobs)
         self.records = Records(journal, background, store.jobs)
         self.background = background
+        self.allocator = Allocator(store, memory, background, self.settle)
         self.changes = Signals()
         self.events = Events()
         self.lent: dict[str, int] = {}
@@ -196,11 +198,15 @@ class Service:
         return Reply({})
 
     def _permitted(self, session: Session, segment_id: str) -> tuple[Segment, bool]:
-        """A writer may map what it writes or may come to write; a worker, read-only, what it has leased."""
+        """What a writer writes or may come to write; read-only, what it has pinned, or a worker has leased."""
         if session.writer:
-            for segment in mappable(*self.store.writer_of(session)):
+            job, writer = self.store.writer_of(session)
+            for segment in mappable(job, writer):
                 if segment.id == segment_id:
                     return segment, True
+            pinned = parking.pinned_by(job, writer.rank)
+            if pinned is not None and segment_id in pinned.segments:
+                return job.segments[segment_id], False
         if session.worker:
             job, _ = self.store.worker_of(session)
             leased = {key for lease in session.leases for key in job.versions[self.store.leases[lease].key].segments}

@@ -6,7 +6,6 @@ import logging
 from typing import Any
 
 from awexd import access
-from awexd.allocator import Allocator
 from awexd.service import Call, Operation, Outcome, Reply, Service
 from awexd.store import Segment, Wait
 from awexd.store.ledger import Session
@@ -22,7 +21,7 @@ class Trainers:
         self._service = service
         self._store = service.store
         self._memory = service.memory
-        self._allocator = Allocator(service.store, service.memory, service.background, service.settle)
+        self._allocator = service.allocator
         service.add(
             {
                 "write.register": self._register,

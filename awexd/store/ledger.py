@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from awexd.store.model import Job, Lease, Segment, SegmentState, Version, Worker, Writer
+from awexd.store.phases import Phases
 from awexd.store.slots import abort
 from awexd_transports.errors import InvalidArgument
 from awexd_transports.layout import digest_of
@@ -16,7 +17,8 @@ from awexd_transports.layout import digest_of
 class Session:
     """One client's connection: what it registered, and what it was told to unmap.
 
-    ``ending``: the connection is gone; whether its process is too is being found out.
+    ``parks``: jobs that it has parked memory for. ``ending``: the connection is gone; whether its process is too is
+    being found out.
     """
 
     id: str
@@ -24,6 +26,7 @@ class Session:
     uid: int
     writer: tuple[str, Writer] | None = None
     worker: tuple[str, Worker] | None = None
+    parks: set[str] = field(default_factory=set)
     ending: bool = False
     leases: set[str] = field(default_factory=set)
     to_drop: set[str] = field(default_factory=set)
@@ -40,6 +43,7 @@ class Ledger:
         self.jobs: dict[str, Job] = {}
         self.sessions: dict[str, Session] = {}
         self.leases: dict[str, Lease] = {}
+        self.phases = Phases()
         self.to_unlink: list[Segment] = []
         self.to_clear: list[Segment] = []
         self.touched: set[str] = set()
@@ -111,7 +115,7 @@ class Ledger:
         if len(job.versions) > max(job.keep, 1):
             for version in [version for version in job.held() if not version.borrowed][max(job.keep, 1) :]:
                 version.retired = True
-        for version in [v for v in job.versions.values() if v.leaving and not v.leases]:
+        for version in [v for v in job.versions.values() if v.leaving and not v.leases and v.key not in job.pins]:
             del job.versions[version.key]
             for segment_id in version.segments:
                 if segment_id in job.segments:  # a borrowed one may have been taken back
@@ -168,8 +172,8 @@ class Ledger:
         self._withdrawn(job)
 
     def _jobs_of(self, session: Session) -> list[Job]:
-        names = {role[0] for role in (session.writer, session.worker) if role}
-        return [self.jobs[name] for name in names]
+        names = {role[0] for role in (session.writer, session.worker) if role} | session.parks
+        return [self.jobs[name] for name in names if name in self.jobs]
 
     def _sessions_of(self, job: Job) -> bool:
         return any(job in self._jobs_of(session) for session in self.sessions.values())

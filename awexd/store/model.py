@@ -84,6 +84,28 @@ class Segment:
         return self.state is SegmentState.WRITING or self.state is SegmentState.GRANTED
 
 
+class ParcelState(StrEnum):
+    OPEN = "open"
+    PINNED = "pinned"
+    SPARE = "spare"
+
+
+@dataclass(slots=True)
+class Parcel:
+    """What one rank has parked under a name. Pinned, it belongs to the job; else to the session that fills or keeps it.
+
+    Attributes:
+        session, pid: who has filled it; "" and 0 for one of a former daemon.
+    """
+
+    name: str
+    rank: int
+    segment: Segment
+    session: str
+    pid: int
+    state: ParcelState = ParcelState.OPEN
+
+
 @dataclass(slots=True)
 class Writer:
     """One registered training process.
@@ -305,6 +327,8 @@ class Job:
         choice: how the step that is being published is; of a step that is over it says nothing.
         returned: the last borrowed version that its writers took back once every engine had it, unless rolled back.
         closing: borrowed segments that are given up and that some reader has still mapped.
+        parcels: what ranks have parked, by rank and name.
+        pins: versions that ranks have offloaded their weights into, and which ranks.
         idle_since: when its last session ended; None while it has one.
     """
 
@@ -327,6 +351,8 @@ class Job:
     choice: Choice | None = None
     returned: VersionKey | None = None
     closing: dict[str, Segment] = field(default_factory=dict)
+    parcels: dict[tuple[int, str], Parcel] = field(default_factory=dict)
+    pins: dict[VersionKey, set[int]] = field(default_factory=dict)
     idle_since: float | None = None
 
     def held(self) -> list[Version]:

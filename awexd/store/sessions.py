@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from awexd.store import reading, registering
+from awexd.store import parking, reading, registering
 from awexd.store.ledger import Ledger, Session
 from awexd.store.model import Job, Segment, SegmentState, Wait
+from awexd.store.phases import CHANGED
 from awexd_transports.errors import VersionConflict
 
 
@@ -19,6 +20,8 @@ class Sessions(Ledger):
     def end_session(self, session_id: str, *, unmapped: bool, why: str, now: float) -> None:
         """Ends a session, releasing all it has. ``unmapped``: it said goodbye, or its process has exited."""
         session = self.sessions.pop(session_id)
+        if self.phases.end_session(session_id):
+            self.touched.add(CHANGED)
         jobs = self._jobs_of(session)
         if session.writer:
             job, writer = self.jobs[session.writer[0]], session.writer[1]
@@ -43,6 +46,7 @@ class Sessions(Ledger):
                     segment.users.discard(session_id)
                     segment.unsafe = segment.unsafe or not (unmapped or segment.borrowed)
             self._closed(job, session_id, list(job.closing))
+        parking.end_session(self, session)
         for job in jobs:
             self._settle(job)
             if not self._sessions_of(job):
@@ -83,7 +87,8 @@ class Sessions(Ledger):
 
     def _forget_unused(self, job: Job) -> None:
         """Forgets a job that nothing has come of: no epoch, no grant, nobody in it."""
-        if not (job.epoch or job.uids or job.gids or job.engines or job.pending) and self.jobs.get(job.name) is job:
+        something = job.epoch or job.uids or job.gids or job.engines or job.pending or job.parcels
+        if not something and self.jobs.get(job.name) is job:
             del self.jobs[job.name]
 
     def _check_role(

@@ -104,10 +104,18 @@ def slots_missing(job: Job, writer: Writer) -> int:
     """Slots still to be made. One that an earlier process may still write into is none of this writer's."""
     if writer.mode == "direct":
         return 0
+    # A version that only a pin still keeps has left the rotation, for as long as that may take.
+    kept = {
+        segment
+        for key in job.pins
+        if key in job.versions and job.versions[key].leaving
+        for segment in job.versions[key].segments
+    }
     fitting = [
         segment
         for segment in job.slots(writer.rank)
         if segment.nbytes == writer.nbytes
+        and segment.id not in kept
         and not (segment.state is SegmentState.FREE and segment.unsafe)
         and not (segment.writable and segment.session != writer.session)
     ]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple, TypeVar
 
-from awexd.store import reading, registering, slots, writing
+from awexd.store import parking, reading, registering, slots, writing
 from awexd.store.ledger import Session
 from awexd.store.lending import Lending
 from awexd.store.model import (
@@ -182,6 +182,7 @@ class Store(Lending):
         return writing.committed(job, epoch, step, attempt)
 
     def rollback(self, job: Job, step: int) -> list[Version]:
+        parking.check_unpinned(job, [key for key in job.versions if key > (job.epoch, step)])
         withdrawn = writing.withdraw_newer(job, step)
         self._withdrawn(job)
         return withdrawn
@@ -195,6 +196,7 @@ class Store(Lending):
         dropped = [version for version in job.held() if step is None or version.key[1] == step]
         if step is not None and not dropped:
             raise VersionUnavailable(f"{job.name}: step {step} is not held; {job.describe_held()}")
+        parking.check_unpinned(job, [version.key for version in dropped])
         for version in dropped:
             version.withdrawn = True
         self._withdrawn(job)
@@ -205,6 +207,7 @@ class Store(Lending):
         self._end_leases([lease.id for lease in self.leases.values() if lease.job == job.name])
         for segment in list(job.segments.values()):
             self._unlink(job, segment)
+        parking.end_all(self, job)
         for session in self.sessions.values():
             if session.writer and session.writer[0] == job.name:
                 session.writer = None
@@ -214,7 +217,8 @@ class Store(Lending):
         self.touched.add(job.name)
 
     def collect(self) -> None:
-        """Unlinks free slots that no live writer can use."""
+        """Unlinks free slots that no live writer can use, and what is only kept for later."""
+        parking.give_up_spares(self)
         for job in self.jobs.values():
             for segment in list(job.segments.values()):
                 writer = job.writers.get(segment.rank)

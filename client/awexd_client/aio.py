@@ -9,14 +9,17 @@ then it completes, and ``version`` says so.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
+import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import AsyncIterator, Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 from awexd_client import instance as _instance
+from awexd_client import phases as _phases
 from awexd_client import publication as _publication
 from awexd_client import reader as _reader
 from awexd_client import writer as _writer
@@ -71,6 +74,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 B = TypeVar("B")
 E = TypeVar("E", bound=Endpoint)
+F = TypeVar("F", bound=_phases.Phased)
 
 
 async def _in(pool: ThreadPoolExecutor, method: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -155,7 +159,31 @@ class _Client(Generic[E]):
         self._pool.shutdown(wait=False)
 
 
-class WeightWriter(_Client[_writer.WeightWriter]):
+class _Phased(_Client[F]):
+    """A client that can be in a phase."""
+
+    @contextlib.asynccontextmanager
+    async def phase(
+        self, phase: str, timeout: float = DEFAULT_TIMEOUT, *, gpus: Iterable[str] | None = None
+    ) -> AsyncIterator[None]:
+        """``async with client.phase("train"):``; a cancelled entrance gives the claim up."""
+        held = self._blocking.phase(phase, timeout, gpus=gpus)
+        entering = asyncio.ensure_future(_in(self._pool, held.__enter__))
+        try:
+            await asyncio.shield(entering)
+        except asyncio.CancelledError:
+            await asyncio.to_thread(self._blocking._tell, "phase.leave", token=held.token)
+            with contextlib.suppress(AwexdError):
+                await entering  # it had come in a moment before, or is refused now
+                await _in(self._pool, held.__exit__, None, None, None)
+            raise
+        try:
+            yield
+        finally:
+            await _in(self._pool, held.__exit__, *sys.exc_info())
+
+
+class WeightWriter(_Phased[_writer.WeightWriter]):
     """See :class:`awexd_client.WeightWriter`; takes the same arguments."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -181,6 +209,20 @@ class WeightWriter(_Client[_writer.WeightWriter]):
     async def publish(self, step: int, timeout: float = DEFAULT_TIMEOUT) -> Publication:
         return Publication(await _in(self._pool, self._blocking.publish, step, timeout), self._pool)
 
+    async def park(self, name: str, tensors: object, timeout: float = DEFAULT_TIMEOUT) -> None:
+        await _in(self._pool, self._blocking.park, name, tensors, timeout)
+
+    async def offload(self, timeout: float = DEFAULT_TIMEOUT) -> None:
+        await _in(self._pool, self._blocking.offload, timeout)
+
+    async def restore(
+        self, name: str | None = None, tensors: object = None, timeout: float = DEFAULT_TIMEOUT, *, keep: bool = True
+    ) -> None:
+        await _in(self._pool, self._blocking.restore, name, tensors, timeout, keep=keep)
+
+    async def discard(self, name: str | None = None, timeout: float = DEFAULT_TIMEOUT) -> None:
+        await _in(self._pool, self._blocking.discard, name, timeout)
+
     async def grant(
         self, uids: tuple[int, ...] = (), gids: tuple[int, ...] = (), timeout: float = DEFAULT_TIMEOUT
     ) -> None:
@@ -190,7 +232,7 @@ class WeightWriter(_Client[_writer.WeightWriter]):
         await _in(self._pool, self._blocking.close_job, timeout)
 
 
-class WorkerWeightsReader(_Client[_reader.WorkerWeightsReader]):
+class WorkerWeightsReader(_Phased[_reader.WorkerWeightsReader]):
     """See :class:`awexd_client.WorkerWeightsReader`; takes the same arguments."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -87,7 +87,7 @@ class Endpoint(ABC):
                 return  # it still copies: its mappings end with the process
         try:
             self._forget_tables(None)
-            self._maps.close()
+            self._close_maps()
             self._connection.goodbye()
         finally:
             self._lock.release()
@@ -120,13 +120,20 @@ class Endpoint(ABC):
         """In a forked child: the session is the parent's, and the mappings were not inherited (MADV_DONTFORK)."""
         self._forked = True
         self._lock = threading.RLock()
-        _graveyard.append(self._maps)
+        bury(self._maps)
         self._maps = Mappings(writable=False)
         self._forget_tables(None)
 
     @abstractmethod
     def _register_again(self, timeout: float) -> None:
         """Restores this endpoint's registration on a new connection."""
+
+    def _close_maps(self) -> None:
+        """With the client; of a connection that is lost only ``_maps`` go."""
+        self._maps.close()
+
+    def _resume(self, timeout: float) -> None:  # noqa: B027 - most have nothing
+        """Claims again what else this endpoint has, once it is registered."""
 
     @abstractmethod
     def _forget_tables(self, segments: Sequence[str] | None) -> None:
@@ -230,12 +237,18 @@ class Endpoint(ABC):
             self._connection = _connect_again(self._path, deadline.left())
             try:
                 self._register_again(deadline.left())
+                self._resume(deadline.left())
             except BaseException as error:
                 self._connection.close()  # half a client would be refused for ever: the next call connects anew
                 if not isinstance(error, DaemonUnavailable) or deadline.left() <= 0:
                     raise
             else:
                 return
+
+
+def bury(mappings: Mappings) -> None:
+    """In a forked child, which has not inherited them."""
+    _graveyard.append(mappings)
 
 
 class Deadline:

@@ -119,7 +119,10 @@ class Lender:
 
     def revoke(self, deadline: Deadline) -> None:
         """Takes the memory back; returns once no reader has it open, so that it can be freed."""
-        if self._lent is not None:
+        self._writer._surviving(self._revoke, deadline)
+
+    def _revoke(self, deadline: Deadline) -> None:
+        if self._lent is not None:  # it went with the daemon that it was declared to
             self._writer._ask("write.revoke", deadline.left())
             self.forget()
 
@@ -131,7 +134,7 @@ class Lender:
 
     def close(self) -> None:
         with contextlib.suppress(AwexdError):
-            self.revoke(Deadline(CLOSE_SECONDS))
+            self._revoke(Deadline(CLOSE_SECONDS))
         self.forget()
 
     def _end(self, publication: Publication, deadline: Deadline, *, at_once: bool) -> None:

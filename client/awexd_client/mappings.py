@@ -151,6 +151,12 @@ class Mappings:
                         os.close(fd)
             return [cast("S", self._maps[segment_id]) for segment_id, _ in wanted]
 
+    def known(self, segment_id: str) -> Mapping | None:
+        """The mapping of that segment of host memory, if there is one."""
+        with self._lock:
+            found = self._maps.get(segment_id)
+        return found if isinstance(found, Mapping) else None
+
     def discard(self, ids: Iterable[str]) -> None:
         """Unmaps those of these segments that are mapped. Whoever holds views into them must have let go."""
         with self._lock:

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from awexd.protocol import MAX_DEADLINE_MS, MAX_DEVICES, MAX_KEEP
-from awexd_client.endpoint import Deadline, Endpoint
+from awexd_client.endpoint import Deadline
 from awexd_client.holding import Holding
 from awexd_client.mappings import Segment
+from awexd_client.phases import Phased
 from awexd_client.tables import Prepared, Sources, prepare
 from awexd_transports.cuda import driver as cuda
 from awexd_transports.errors import (
@@ -32,7 +33,7 @@ TABLES_KEPT = 2 * (MAX_KEEP + 1)
 _log = logging.getLogger(__name__)
 
 
-class Preparing(Endpoint):
+class Preparing(Phased):
     """The registered tensors of a reader, and what has been planned and mapped for them."""
 
     def __init__(
@@ -71,6 +72,13 @@ class Preparing(Endpoint):
     def _holding(self) -> Holding:
         if self._holding_ is None:
             raise InvalidArgument("register(...) comes first")
+        return self._holding_
+
+    @property
+    def _who(self) -> str:
+        return f"engine {self.engine} rank {self.rank}"
+
+    def _registered(self) -> Holding | None:
         return self._holding_
 
     def _prepare(self, answer: dict[str, Any], deadline: Deadline) -> Prepared:

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 from awexd.protocol import MAX_DEADLINE_MS, MAX_KEEP, MAX_STEP
 from awexd_client.adapters.base import Adapter
-from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline, Endpoint, check_whole, failed
+from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline, check_whole, failed
 from awexd_client.holding import Casts, Holding
 from awexd_client.lending import Lender
 from awexd_client.mappings import Mapping
+from awexd_client.offloading import Offloading
 from awexd_client.outgoing import SegmentLayout
 from awexd_client.publication import Publication, Update
 from awexd_client.session import Asked, NoAnswer
@@ -34,7 +35,7 @@ _log = logging.getLogger(__name__)
 _RETRIES = 5
 
 
-class WeightWriter(Endpoint):
+class WeightWriter(Offloading):
     """Publishes one training process's weights. All ranks of the trainer make one each.
 
     Args:
@@ -116,9 +117,12 @@ class WeightWriter(Endpoint):
             BudgetExceeded: no room for ``keep + 1`` versions.
             VersionConflict: another live process has this rank, or world_size or keep differs.
         """
+        self._check_present()
         holding = Holding.of(target, adapter, dtype)
         deadline = Deadline(timeout)
         with self._turn(deadline):
+            self._check_present()
+            self._last = None
             self._holding_ = holding
             self._casts = dtype
             self._surviving(lambda deadline: self._register(deadline), deadline)
@@ -135,6 +139,8 @@ class WeightWriter(Endpoint):
             raise InvalidArgument(f'{self.job}: mode="direct" has no host memory to write parts into; use publish()')
         deadline = Deadline(timeout)
         with self._turn(deadline):
+            self._check_present()
+            self._last = None  # what is written may come from anywhere
             publication, mapping = self._surviving(lambda deadline: self._begin(step, deadline), deadline)
         return Update(self, publication, mapping, timeout)
 
@@ -153,9 +159,12 @@ class WeightWriter(Endpoint):
         deadline = Deadline(timeout)
         sent: list[Publication] = []
         with self._turn(deadline):
+            self._check_present()
+            self._last = None
             for _ in range(_RETRIES):
                 publication = self._surviving(lambda deadline: self._publish(step, sent, deadline), deadline)
                 if publication is not None:
+                    self._last = publication if publication.mode == "host" else None
                     return publication
             raise DaemonUnavailable(f"step {step} was lost {_RETRIES} times to restarts of the daemon")
 
@@ -172,6 +181,7 @@ class WeightWriter(Endpoint):
             self._epoch, self._after = "continue", None  # registering again begins the job anew
             self._segment_ = self._open = self._next = None
             self._lender.forget()
+            self._forget_offloaded()
 
     def close(self) -> None:
         if not self._closed and not self._forked:
@@ -180,10 +190,30 @@ class WeightWriter(Endpoint):
 
     # internals
 
+    def _current(self) -> Holding:
+        if self._open is not None and not (self._open._captured or self._open._lent):
+            raise InvalidArgument(f"{self.job}: step {self._open.step} is being written; leave its `with` block first")
+        self._refresh()
+        return self._holding
+
+    def _take_back(self, deadline: Deadline) -> None:
+        self._lender.revoke(deadline)
+
+    def _forget_copies(self) -> None:
+        if self._segment_ is not None:
+            self._segment_.tables.clear()
+
     @property
     def _holding(self) -> Holding:
         if self._holding_ is None:
             raise InvalidArgument("register(...) comes first")
+        return self._holding_
+
+    @property
+    def _who(self) -> str:
+        return f"writer rank {self.rank}"
+
+    def _registered(self) -> Holding | None:
         return self._holding_
 
     @property
@@ -400,5 +430,7 @@ class WeightWriter(Endpoint):
         if segments is None:
             self._next = None
             self._lender.forget()
+        else:
+            self._forget_parcels(segments)
         if self._segment_ is not None:
             self._segment_.tables.clear()

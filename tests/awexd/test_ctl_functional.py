@@ -50,6 +50,41 @@ def test_status_versions_and_sessions_say_what_is_held(daemon: Daemon) -> None:
         assert shown["job"] in text.stdout
 
 
+def test_status_says_who_is_in_which_phase_and_what_is_put_aside(
+    daemon: Daemon, job: tuple[WeightWriter, WorkerWeightsReader]
+) -> None:
+    writer, reader = job
+    writer.park("optimizer", [torch.ones(1 << 18)])
+    writer.offload()
+    with writer.phase("train"):
+        shown = ask(daemon, "status")
+        (gpu,) = shown["phases"]
+        assert (gpu["gpu"], gpu["phase"], gpu["holders"][0]["who"]) == ("host", "train", "writer rank 0")
+        assert shown["jobs"][0]["pinned"] == [{"version": [1, 2], "ranks": [0]}]
+        text = run("awexd.ctl", "status", "--socket", daemon.socket).stdout
+    for line in ("GPU host: phase train: writer rank 0 of ", "parked by rank 0: optimizer, 1.0 MiB\n", "pinned: 1.2, "):
+        assert line in text
+    done = run("awexd.ctl", "rollback", "--job", "j", "--step", "1", "--socket", daemon.socket)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "is the only copy of the weights of rank 0" in done.stderr
+    with reader.phase("rollout"):
+        pass
+    writer.restore()
+    writer.restore("optimizer", keep=False)
+    assert ask(daemon, "status")["jobs"][0]["parked"] == []
+
+
+def test_drop_ends_what_a_deserted_job_had_put_aside(daemon: Daemon) -> None:
+    with WeightWriter("j", 0, 1, daemon.socket) as writer:
+        writer.register({"a": torch.ones(1000)})
+        writer.publish(1)
+        writer.offload()
+        writer.park("optimizer", [torch.ones(10)])
+    ask(daemon, "drop", "--job", "j")
+    assert ask(daemon, "status")["jobs"] == []
+    daemon.await_segments(0)
+
+
 def test_rollback_makes_the_older_version_the_newest(
     daemon: Daemon, job: tuple[WeightWriter, WorkerWeightsReader]
 ) -> None:

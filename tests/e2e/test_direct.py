@@ -118,6 +118,34 @@ def node(daemon: Daemon, fork: Fork, tmp_path: Path) -> Node:
     return Node(daemon, fork, tmp_path)
 
 
+def test_offload_takes_back_what_is_lent_and_it_is_lent_again_after_restore(node: Node) -> None:
+    """Memory of its own here: the stand-in's could not be let go."""
+    trainer, engine = node.trainer(), node.engine()
+    trainer.do(PUBLISH.format(1))
+    engine.do(UPDATE.format(None))
+    trainer.do("other = torch.arange(5.0); writer.park('optimizer', {'m': other})")
+    engine.do("import time; end = time.monotonic() + 20\nwhile gpu.opened and time.monotonic() < end: time.sleep(0.01)")
+    assert engine.do("result = len(gpu.opened)") == 0
+    assert node.job()["borrowed"] == []
+    trainer.do("writer.restore('optimizer'); assert other.tolist() == [0, 1, 2, 3, 4]")
+    trainer.do(PUBLISH.format(2))
+    assert engine.do(UPDATE.format(None))[-1] == expected(2, 4)
+
+
+def test_what_cannot_be_closed_is_not_let_go(node: Node) -> None:
+    trainer, engine = node.trainer(), node.engine()
+    trainer.do(PUBLISH.format(1))
+    engine.do(UPDATE.format(None))
+    trainer.do(CAPTURED)
+    engine.stop()
+    with pytest.raises(RemoteError, match="to close rank 0's memory") as caught:
+        trainer.do("other = torch.arange(5.0); writer.park('optimizer', {'m': other}, timeout=0.5)")
+    assert caught.value.kind == "DeadlineExceeded"
+    trainer.do("assert other.tolist() == [0, 1, 2, 3, 4]")
+    engine.resume()
+    trainer.do("writer.park('optimizer', {'m': other}); assert other.untyped_storage().nbytes() == 0")
+
+
 @pytest.fixture
 def virtual(node: Node) -> Node:
     """The trainer's memory has no handle."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -231,6 +231,30 @@ def overlapping(views: Sequence[tuple[str, View]]) -> tuple[str, str] | None:
         if clash is not None:
             return clash
     return None
+
+
+def covers(views: Iterable[View], address: int, nbytes: int) -> bool:
+    """Whether every one of these bytes is in one of the views, which lie within them."""
+    placed = [_Placed("", _unrepeated(view)) for view in views if view.numel]
+    end = address
+    for one in sorted((one for one in placed if one.dense), key=lambda one: one.low):
+        if one.low > end:
+            break
+        end = max(end, one.high)
+    if end >= address + nbytes:
+        return True
+    steps = [step for one in placed for _, step in one.loops]
+    grain = math.gcd(nbytes, *(one.low - address for one in placed), *(one.run for one in placed), *steps)
+    board = np.zeros(nbytes // max(1, grain), np.uint8)
+    for one in placed:
+        one.marks(board, address, grain)[...] = 1
+    return bool(board.all())
+
+
+def _unrepeated(view: View) -> View:
+    """Without the dimensions along which the same elements are seen again."""
+    kept = [(n, step) for n, step in zip(view.shape, view.strides, strict=True) if step]
+    return replace(view, shape=tuple(n for n, _ in kept), strides=tuple(step for _, step in kept))
 
 
 class _Placed:
