@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import struct
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, NamedTuple, Union
@@ -33,6 +34,7 @@ from awexd_transports.errors import (
     ProtocolError,
     VersionUnavailable,
 )
+from awexd_transports.segment import WITHDRAWN_AT, WORDS_AT
 
 Arguments = dict[str, Any]
 LAST_LOOK_SECONDS = 0.01
@@ -146,10 +148,18 @@ class Service:
         store.to_clear.clear()
         for segment in store.to_unlink:
             if segment.borrowed:
+                os.pwrite(self.lent[segment.id], bytes(WITHDRAWN_AT - WORDS_AT), WORDS_AT)  # whatever is lent there
                 os.close(self.lent.pop(segment.id))
             else:
                 self.background.thread(self.memory.unlink, segment.id)
         store.to_unlink.clear()
+
+    def wipe(self, segment_id: str, step: int) -> None:
+        """A version is withdrawn: readers that are in the midst of it see so without asking."""
+        if segment_id in self.lent:
+            os.pwrite(self.lent[segment_id], struct.pack("<Q", step + 1), WITHDRAWN_AT)
+        else:
+            self.memory.clear(segment_id)
 
     def end_session(self, session: Session, *, unmapped: bool, why: str) -> None:
         if session.writer:

@@ -66,7 +66,10 @@ class Lending(Sessions):
         return version or begun.attempt.number
 
     def affirm(self, session: Session, step: int, attempt: int, good: bool) -> None:
-        """The rank's memory is (or is not) what it declared; only then is an update to that version a success."""
+        """The rank's memory is what it declared: only then is an update to that version a success.
+
+        Not ``good``: the attempt is discarded on every rank, as if it had never become a version.
+        """
         job, writer = self.writer_of(session)
         version = job.versions.get((job.epoch, step))
         current = job.attempts.get(step)
@@ -74,11 +77,21 @@ class Lending(Sessions):
             if found is not None:
                 found.doubted.discard(writer.rank)
         if not good and version is not None and version.attempt == attempt:
-            version.withdrawn = True
-            self._withdrawn(job)
+            self._undo(job, version)
         elif not good and current is not None and current.number == attempt:
             abort(job, step, f"rank {writer.rank}'s memory is not what it declared")
         self._settle(job)
+
+    def _undo(self, job: Job, version: Version) -> None:
+        self._end_leases(
+            [lease.id for lease in self.leases.values() if (lease.job, lease.key) == (job.name, version.key)]
+        )
+        job.versions.pop(version.key, None)
+        job.high = min(job.high, version.high)
+        for segment_id in version.segments:
+            if segment_id in job.segments:
+                self._free(job, job.segments[segment_id])
+        job.endings.undo(version.attempt)
 
     def captured(self, session: Session, epoch: int, step: int, attempt: int, at_once: bool) -> Wait | None:
         """None once the borrowed version is over: every engine has it, or (``at_once``) it is simply withdrawn.

@@ -174,6 +174,7 @@ class Version:
         borrowed: its bytes are the writers' live parameters; withdrawn before those change.
         reason: why it is borrowed, or is not.
         doubted: as of its attempt: until it is empty, no update to it is a success.
+        high: the job's before this version.
     """
 
     key: VersionKey
@@ -188,6 +189,7 @@ class Version:
     borrowed: bool = False
     reason: str = ""
     doubted: set[int] = field(default_factory=set)
+    high: int = -1
 
     @property
     def leaving(self) -> bool:
@@ -300,6 +302,10 @@ class Endings:
         _remember(self._aborts, attempt, why)
         for slot in slots:
             _remember(self._discarded, slot, why, REMEMBERED_SLOTS)
+
+    def undo(self, attempt: int) -> None:
+        """It was committed and is not: whoever asks publishes it again."""
+        self._commits.pop(attempt, None)
 
     def taken(self, slot: str) -> None:
         """It has a new life: what became of its bytes before is no answer any more."""

@@ -240,6 +240,7 @@ def _commit(job: Job, attempt: Attempt) -> Version:
         nbytes=sum(segment.nbytes for segment in segments),
         borrowed=attempt.borrowed,
         doubted=attempt.doubted,
+        high=job.high,
         reason=job.choice.reason if job.choice is not None and job.choice.step == attempt.step else "",
     )
     job.versions[version.key] = version

@@ -66,7 +66,8 @@ class Endpoint(ABC):
         self.verify_mode = verify
         self.mode = needed
         self._path = socket_path(socket)
-        self._lock = threading.RLock()
+        self._lock = self._in_use = threading.RLock()
+        """One call at a time; and (the same, where a subclass has none for it) while mappings are made or read."""
         self._maps = Mappings(writable=writable)
         self._closed = False
         self._forked = False
@@ -119,7 +120,7 @@ class Endpoint(ABC):
     def _after_fork(self) -> None:
         """In a forked child: the session is the parent's, and the mappings were not inherited (MADV_DONTFORK)."""
         self._forked = True
-        self._lock = threading.RLock()
+        self._lock = self._in_use = threading.RLock()
         bury(self._maps)
         self._maps = Mappings(writable=False)
         self._forget_tables(None)
@@ -152,14 +153,14 @@ class Endpoint(ABC):
         """Gives back mappings of segments that the daemon has replaced; only then is their memory free."""
         # Not while another thread may copy through these mappings, nor while one is being made: the next call will do.
         making = operation in ("segment.open", "segment.chunks")
-        if self._connection.dropped and not making and self._lock.acquire(blocking=False):
+        if self._connection.dropped and not making and self._in_use.acquire(blocking=False):
             try:
                 ids = self._connection.take_dropped()
                 self._forget_tables(ids)
                 self._maps.discard(ids)
                 self._tell("segment.closed", ids=ids)
             finally:
-                self._lock.release()
+                self._in_use.release()
 
     def _ask(self, operation: str, timeout: float, **arguments: Any) -> dict[str, Any]:
         """A call whose answer has no descriptors."""

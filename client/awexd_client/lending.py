@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from awexd.manifests import lasting_memfd
 from awexd.protocol import MAX_DEADLINE_MS, MAX_DEVICES
@@ -17,7 +17,7 @@ from awexd_client.holding import Holding
 from awexd_client.outgoing import SegmentLayout
 from awexd_client.publication import Publication
 from awexd_transports.cuda import driver as cuda
-from awexd_transports.cuda.lent import Described, Description, NotLendable, describe, size_of, write_description
+from awexd_transports.cuda.lent import Described, Description, NotLendable, Words, describe, size_of, write_description
 from awexd_transports.errors import AwexdError, DeadlineExceeded, EpochChanged, InvalidArgument, VersionConflict
 from awexd_transports.view import View
 
@@ -70,10 +70,11 @@ class Lender:
 
         Raises:
             NotLendable: ``mode="direct"``, and the weights cannot be lent.
-            VersionConflict: as ``WeightWriter.publish``; ``details["set_changed"]``: another rank's weights changed.
+            VersionConflict: as ``WeightWriter.publish``; ``details["set_changed"]``: another rank's weights changed;
+                ``details["again"]``: these were rebound, have been looked up and are to be lent again.
         """
         writer = self._writer
-        writer._refresh(quick=True)
+        writer._check_newest()
         if writer._segment_ is None:
             writer._prepare(deadline)
         try:
@@ -88,17 +89,42 @@ class Lender:
             if not choice["borrowed"]:
                 return None, choice["reason"]
         cuda.driver.synchronize(lent.devices)  # on every stream: what readers copy is what the caller sees
+        self._take_back(deadline)
         if lent.sums is not None:
-            self._take_back(deadline)  # readers of the step before compare with what stands there
             lent.sums.store()
-        stored = lent.sums is not None
-        answer = writer._ask("write.borrow", deadline.left(), **asked, segment=lent.segment, checksums=stored)
+        return self._lend(step, lent, {**asked, "segment": lent.segment}, deadline), ""
+
+    def _lend(self, step: int, lent: Lent, asked: dict[str, Any], deadline: Deadline) -> Publication:
+        """Looks at the tensors while the daemon tells readers, who begin once these are found where they were declared.
+
+        Their shapes and strides are looked at last, while readers copy: until then no update is a success.
+        """
+        writer, words, watch = self._writer, lent.description.words, lent.holding.watch
+        words.say(Words.OFFERED, step)
+        arguments = {**asked, "checksums": lent.sums is not None}
+        sent = writer._connection.ask("write.borrow", arguments, timeout=deadline.left())
+        good = not watch.moved()
+        if good:
+            words.say(Words.LOOKED, step)
+            good = not watch.reshaped()
+        if good:
+            words.say(Words.SETTLED, step)
+        else:
+            words.take_back()
+        try:
+            answer, _ = writer._connection.answer(sent)
+        except AwexdError:
+            words.take_back()
+            raise
+        attempt = answer["attempt"]
+        writer._ask("write.affirm", deadline.left(), step=step, attempt=attempt, good=good)
+        if not good:
+            writer._refresh()
+            raise VersionConflict(f"{writer.job}: tensors were rebound while step {step} was lent", {"again": True})
         self._open = publication = Publication(writer, step, lent=True)
-        publication.epoch, publication._attempt = answer["epoch"], answer["attempt"]
-        publication._committed = answer["committed"]
-        publication.nbytes = lent.nbytes
-        self._affirm(publication, lent, deadline)
-        return publication, ""
+        publication.epoch, publication._attempt = answer["epoch"], attempt
+        publication._committed, publication.nbytes = answer["committed"], lent.nbytes
+        return publication
 
     def end(self, publication: Publication, timeout: float, *, at_once: bool) -> None:
         """Returns once no reader reads that version any more: every engine has it, or it was withdrawn ``at_once``."""
@@ -139,24 +165,9 @@ class Lender:
 
     def _end(self, publication: Publication, deadline: Deadline, *, at_once: bool) -> None:
         attempted = {"epoch": publication.epoch, "step": publication.step, "attempt": publication._attempt}
+        if at_once and self._lent is not None:
+            self._lent.description.words.take_back()
         self._writer._ask("write.captured", deadline.left(), **attempted, at_once=at_once)
-
-    def _affirm(self, publication: Publication, lent: Lent, deadline: Deadline) -> None:
-        """The slow half of the look at the tensors, while readers copy already; no update succeeds before it.
-
-        Raises:
-            VersionConflict: some are read otherwise than when they were declared. Readers that have begun fail.
-        """
-        good = not lent.holding.watch.reshaped()
-        step, attempt = publication.step, publication._attempt
-        self._writer._ask("write.affirm", deadline.left(), step=step, attempt=attempt, good=good)
-        if not good:
-            self._open = None
-            self._writer._refresh()
-            raise VersionConflict(
-                f"{self._writer.job}: a tensor's shape or strides changed where it lies; step {step} is withdrawn, "
-                "publish the next one"
-            )
 
     def _take_back(self, deadline: Deadline) -> None:
         """Withdraws the version before, if its caller has not waited for its end."""
@@ -169,7 +180,7 @@ class Lender:
         """A daemon that went took the version along; its bytes are still there."""
         writer = self._writer
         with writer._turn(deadline):
-            again, why = writer._surviving(lambda deadline: self.publish(publication.step, deadline), deadline)
+            again, why = self._publish_again(publication.step, deadline)
             if again is None:
                 raise VersionConflict(
                     f"{writer.job}: step {publication.step} was lost with a daemon and cannot be lent again ({why}); "
@@ -177,6 +188,14 @@ class Lender:
                 )
             publication.epoch, publication._attempt = again.epoch, again._attempt
             publication._committed = again._committed
+
+    def _publish_again(self, step: int, deadline: Deadline) -> tuple[Publication | None, str]:
+        while True:
+            try:
+                return self._writer._surviving(lambda deadline: self.publish(step, deadline), deadline)
+            except VersionConflict as error:
+                if not error.details.get("again") or not deadline.left():
+                    raise
 
     def _declared(self, deadline: Deadline) -> Lent:
         """This rank's memory, declared to the daemon if it is not yet, or is other memory now.

@@ -67,6 +67,7 @@ class Preparing(Phased):
         self._warned = False
         self._tables: OrderedDict[_Held, Prepared] = OrderedDict()
         self._watching: threading.Thread | None = None
+        self._in_use = threading.RLock()  # an update that waits for its version reads nothing: others may unmap
 
     @property
     def _holding(self) -> Holding:
@@ -137,9 +138,9 @@ class Preparing(Phased):
                 continue
             except AwexdError:  # not registered any more, or the connection is over
                 break
-            with self._lock:
+            with self._in_use:
                 self._unmap_dropped("segment.dropped")
-        with self._lock:  # whoever lent it cannot say any more that it goes
+        with self._lock, self._in_use:  # whoever lent it cannot say any more that it goes
             if used is self._connection and not self._closed:
                 self._forget_tables(None)
                 self._maps.close()
@@ -206,4 +207,4 @@ class Preparing(Phased):
     def _forget_tables(self, segments: Sequence[str] | None) -> None:
         gone = None if segments is None else set(segments)
         for key in [key for key in self._tables if gone is None or gone & {segment for segment, _ in key[1]}]:
-            del self._tables[key]
+            self._tables.pop(key, None)

@@ -15,7 +15,7 @@ from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline, check_whole, told
 from awexd_client.holding import Holding
 from awexd_client.preparing import Preparing
 from awexd_client.session import Asked
-from awexd_client.updates import Staged, State, UpdateResult, load_of_engine
+from awexd_client.updates import Staged, State, TakenBack, UpdateResult, load_of_engine
 from awexd_client.verify import Checkpoint, Progress, Verified, verify
 from awexd_transports.errors import (
     AwexdError,
@@ -274,17 +274,22 @@ class WorkerWeightsReader(Preparing):
         self, step: int | None, resolved: list[int], given_up: threading.Event | None, deadline: Deadline
     ) -> UpdateResult:
         """``resolved``: what an earlier try of this call was given, by a daemon that is gone; siblings may have it."""
-        try:
-            staged = self._stage(resolved[-1] if resolved else step, deadline)
-        except (VersionUnavailable, EpochChanged):
-            if not resolved:
-                raise
-            staged = self._stage(step, deadline)
-        resolved.append(staged.step)
-        if given_up is not None and given_up.is_set():
-            self._release(staged.lease)
-            raise DeadlineExceeded(f"{self.job}: the caller gave this update up before it touched anything")
-        return self._apply(staged, deadline)
+        while True:
+            try:
+                staged = self._stage(resolved[-1] if resolved else step, deadline)
+            except (VersionUnavailable, EpochChanged):
+                if not resolved:
+                    raise
+                staged = self._stage(step, deadline)
+            resolved.append(staged.step)
+            if given_up is not None and given_up.is_set():
+                self._release(staged.lease)
+                raise DeadlineExceeded(f"{self.job}: the caller gave this update up before it touched anything")
+            try:
+                return self._apply(staged, deadline)
+            except TakenBack:
+                if not deadline.left():
+                    raise
 
     def _stage(self, step: int | None, deadline: Deadline) -> Staged:
         if step is not None:
@@ -294,8 +299,9 @@ class WorkerWeightsReader(Preparing):
         self._refresh()
         answer = self._resolve(step, deadline, stage=False)
         try:
-            prepared = self._prepare(answer, deadline)
-            prepared.fill_aside(sharing=self.world_size)
+            with self._in_use:
+                prepared = self._prepare(answer, deadline)
+                prepared.fill_aside(sharing=self.world_size)
         except BaseException as error:
             self._release(answer["lease"], error=error)
             raise
@@ -314,6 +320,10 @@ class WorkerWeightsReader(Preparing):
         )
 
     def _apply(self, staged: Staged, deadline: Deadline) -> UpdateResult:
+        with self._in_use:
+            return self._apply_mapped(staged, deadline)
+
+    def _apply_mapped(self, staged: Staged, deadline: Deadline) -> UpdateResult:
         self._check_usable()
         holding = self._holding
         if staged.lease != self._leased or any(mapping.closed for mapping in staged.prepared.mappings):
@@ -321,15 +331,18 @@ class WorkerWeightsReader(Preparing):
                 f"{self.job}: what was staged was given up since, or went with its connection to the daemon; "
                 "update again"
             )
-        if holding.watch.moved():
-            error = self._rebound()
+        on_device = staged.prepared.live.copies.on_device
+        error: AwexdError | None = None if on_device or not holding.watch.moved() else self._rebound()
+        if error is None and staged.lent and not staged.await_owners(deadline.left()):
+            error = TakenBack(f"{self.job}: step {staged.step} was taken back by its trainer; nothing was touched")
+        if error is not None:
             self._release(staged.lease, error=error)
             raise error
         self._state, self._version, self._leased = "dirty", None, None
         began = time.monotonic()
         try:
-            # The slow half of the look, while devices copy: what was registered is still there to be written.
-            staged.prepared.live.run(sharing=self.world_size, meanwhile=self._check_form)
+            # The look at our own tensors, while devices copy: what was registered is still there to be written.
+            staged.prepared.live.run(sharing=self.world_size, meanwhile=self._check_unchanged)
             load_of_engine(holding.weights)
             result = UpdateResult(
                 epoch=staged.epoch,
@@ -349,8 +362,8 @@ class WorkerWeightsReader(Preparing):
         self._state, self._version, self._updates = "ready", (staged.epoch, staged.step), staged.updates
         return result
 
-    def _check_form(self) -> None:
-        if self._holding.watch.reshaped():
+    def _check_unchanged(self) -> None:
+        if self._holding.watch.changed():
             raise self._rebound()
 
     def _rebound(self) -> VersionConflict:
@@ -390,7 +403,7 @@ class WorkerWeightsReader(Preparing):
             deadline = Deadline(DEFAULT_TIMEOUT)
             answer = self._resolve(step, deadline, stage=True)
             try:
-                with self._turn(deadline):
+                with self._turn(deadline), self._in_use:
                     self._refresh()
                     self._prepare(answer, deadline)
             finally:

@@ -7,10 +7,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 from awexd_client.adapters.base import EngineWeights
+from awexd_client.mappings import Segment
 from awexd_client.tables import Prepared
-from awexd_transports.errors import AwexdError
+from awexd_transports.cuda.lent import Opened, Words
+from awexd_transports.errors import AwexdError, DeadlineExceeded, VersionUnavailable
 
+_LOOK_SECONDS = 2e-5
 State = Literal["empty", "ready", "dirty"]
+
+
+class TakenBack(VersionUnavailable):
+    """A lent version's trainer took it back, perhaps to lend it again, before anything was touched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +74,31 @@ class Staged:
         A rollback wipes the headers before it is answered; the memory is not reused while the lease lasts.
         """
         mappings = self.prepared.mappings
-        named = bool(mappings) and all(mapping.sealed for mapping in mappings)
+        named = bool(mappings) and all(map(self._stands, mappings))
         return named and time.monotonic() < self.until
+
+    def _stands(self, mapping: Segment) -> bool:
+        if isinstance(mapping, Opened):
+            return mapping.words.lasts(self.step) and mapping.words.is_so(Words.SETTLED, self.step)
+        return mapping.sealed
+
+    def await_owners(self, seconds: float) -> bool:
+        """Whether the lent version's owners have all found it where they declared it: only then it may be read.
+
+        False: one has taken it back. They look while readers are being told: it is a matter of milliseconds.
+
+        Raises:
+            DeadlineExceeded: one neither did.
+        """
+        end = time.monotonic() + seconds
+        for mapping in self.prepared.mappings:
+            while isinstance(mapping, Opened) and not mapping.words.is_so(Words.LOOKED, self.step):
+                if not mapping.words.lasts(self.step):
+                    return False
+                if time.monotonic() > end:
+                    raise DeadlineExceeded(f"step {self.step} is lent by a trainer that does not get on with it")
+                time.sleep(_LOOK_SECONDS)
+        return all(not isinstance(one, Opened) or one.words.lasts(self.step) for one in self.prepared.mappings)
 
 
 def load_of_engine(weights: EngineWeights) -> None:

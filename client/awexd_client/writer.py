@@ -318,15 +318,17 @@ class WeightWriter(Offloading):
             raise
         return publication, mapping
 
-    def _refresh(self, *, quick: bool = False) -> None:
-        """Looks the target up again where its tensors were rebound or moved: stale memory must never be published.
-
-        ``quick``: the caller looks at ``watch.reshaped`` himself.
-        """
+    def _check_newest(self) -> None:
+        """Raises where the adapter knows that these are not the newest weights."""
         holding = self._holding
         if holding.weights.check is not None:
             holding.weights.check(holding.target)
-        if not (holding.watch.moved() if quick else holding.watch.changed()):
+
+    def _refresh(self) -> None:
+        """Looks the target up again where its tensors were rebound or moved: stale memory must never be published."""
+        self._check_newest()
+        holding = self._holding
+        if not holding.watch.changed():
             return
         fresh = Holding.of(holding.target, holding.adapter, self._casts)
         if fresh.manifest.digest != holding.manifest.digest:
@@ -356,9 +358,10 @@ class WeightWriter(Offloading):
             try:
                 lent, reason = self._lender.publish(step, deadline)
             except VersionConflict as error:
-                if not error.details.get("set_changed"):
+                if error.details.get("set_changed"):
+                    self._segment_ = None
+                elif not error.details.get("again"):
                     raise
-                self._segment_ = None
                 return None
             if lent is not None:
                 self._open = lent

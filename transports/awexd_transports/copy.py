@@ -162,6 +162,11 @@ class CopyTable:
         jobs = [work] * min(wanted, MAX_THREADS, self._jobs.tiles)
         spread([*jobs, *(batch.run for batch in self._batches)], _call, wanted)
 
+    @property
+    def on_device(self) -> bool:
+        """Whether devices have a part in it."""
+        return self._away is not None
+
     def wrong(self) -> tuple[Row, int] | None:
         """After a run: the first row with ``sums`` that did not add up to what is stored, and which of its tiles."""
         if self._away and (away := self._away.wrong()):

@@ -12,6 +12,8 @@ HEADER_BYTES = 4096
 """One page, written by the daemon alone."""
 MAGIC = b"AWEXDSEG"
 """How the header begins while the bytes are a version's, or sealed for one; zeros once it goes or is withdrawn."""
+WORDS_AT, WITHDRAWN_AT = 24, 48
+"""In a description of lent memory (``cuda.lent``): the words that tell how far a step is; the last is the daemon's."""
 CHECKSUM_BYTES = 8
 """One little-endian ``u64`` a cell (see ``cells``), after the last piece, in order of pieces."""
 CHECKSUM_OFFSET = 0x6A09_E667_F3BC_C909

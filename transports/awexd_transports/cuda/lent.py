@@ -25,12 +25,12 @@ from awexd_transports.cuda import driver as cuda
 from awexd_transports.dtypes import ITEMSIZE
 from awexd_transports.errors import IntegrityError, InvalidArgument, VersionUnavailable
 from awexd_transports.layout import Manifest
-from awexd_transports.segment import CHECKSUM_BYTES, first_cells
+from awexd_transports.segment import CHECKSUM_BYTES, WORDS_AT, first_cells
 from awexd_transports.view import View
 
 MAGIC = b"AWEXDLNT"
-_HEADER = struct.Struct("<8sQQ")
-"""The magic; bytes of the JSON; where the table begins."""
+_HEADER = struct.Struct("<8sQQ32x")
+"""The magic; bytes of the JSON; where the table begins; then the words of ``Words``."""
 _ALIGN = 4096
 Fetch = Callable[[int, int], list[int]]
 NOWHERE = -1
@@ -167,6 +167,38 @@ def _spans(device: int, views: Sequence[tuple[View, str]]) -> list[tuple[int, tu
     return spans
 
 
+class Words:
+    """What becomes of a step, for readers to see without asking: each word has the number of a step, plus one.
+
+    Of an attempt that was given up and made again the words are the same: readers of the former have lost their lease.
+
+    Attributes (as far as they have come):
+        OFFERED: it is being lent.
+        LOOKED: every tensor is where it was declared: readers may begin.
+        SETTLED: and is as it was declared: what they have copied is good.
+        WITHDRAWN: the daemon's, at somebody's command: no longer.
+    """
+
+    OFFERED, LOOKED, SETTLED, WITHDRAWN = range(4)
+
+    def __init__(self, words: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> None:
+        self._words = words
+
+    def say(self, word: int, step: int) -> None:
+        self._words[word] = step + 1
+
+    def take_back(self) -> None:
+        """By the owner: nothing is lent."""
+        self._words[: Words.WITHDRAWN] = 0
+
+    def is_so(self, word: int, step: int) -> bool:
+        return bool(self._words[word] == step + 1)
+
+    def lasts(self, step: int) -> bool:
+        """It is still lent."""
+        return self.is_so(Words.OFFERED, step) and not self.is_so(Words.WITHDRAWN, step)
+
+
 class Description:
     """A mapped description, of one's own memory or of another's; ``close`` ends the mapping."""
 
@@ -178,6 +210,7 @@ class Description:
         self._map.madvise(mmap.MADV_DONTFORK)
         self._bytes: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = np.frombuffer(self._map, dtype=np.uint8)
         self.address = self._bytes.ctypes.data
+        self.words = Words(np.frombuffer(self._map, np.uint64, 4, WORDS_AT))
         self.table_at: int = _HEADER.unpack_from(self._map)[2]
         if self.table_at + CHECKSUM_BYTES * first_cells(manifest)[-1] > nbytes:
             raise IntegrityError("a description of other pieces than the manifest's")
@@ -206,6 +239,7 @@ class Description:
 
     def close(self) -> None:
         self._bytes = None
+        del self.words
         self._map.close()
 
 
@@ -232,9 +266,6 @@ class Opened:
         VersionUnavailable: CUDA does not open it here.
     """
 
-    sealed = False
-    """No header of the daemon's says that it is good: an update is over when the daemon has confirmed it."""
-
     def __init__(self, fd: int, nbytes: int, manifest: Manifest, fetch: Fetch) -> None:
         self._driver = cuda.driver
         self._fetch = fetch
@@ -251,6 +282,10 @@ class Opened:
     @property
     def closed(self) -> bool:
         return self._description.closed
+
+    @property
+    def words(self) -> Words:
+        return self._description.words
 
     def piece(self, manifest: Manifest, number: int) -> View:
         """Where that piece lies."""
