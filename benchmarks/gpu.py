@@ -204,7 +204,7 @@ def checkpoint_engine(bench: Bench) -> Iterator[Figure]:
             pass
     if bench.host is None:
         raise SideFailed("there is nothing to compare it with")
-    bench.drop()
+    bench.free()
     yield on_gpu.checkpoint_engine(
         name, interpreter, bench.sizes.moe, PEER_ROUNDS, (bench.host.publish, bench.host.update)
     )
@@ -226,12 +226,12 @@ GROUPS = [
     Group(("host-update-reshard",), host_rows),
     Group(("update-1000",), many_updates),
     Group(("kill-rounds",), killing),
+    Group((), checkpoint_engine, ("peer-checkpoint-engine",)),
     Group(("direct-dense-reshard",), dense_reshard),
     Group(("direct-reshard",), rows),
     Group(("direct-many",), many_processes),
     Group(("direct-moe-checksum", "direct-dense-checksum"), checksums),
     Group(("host-publish-checksum", "host-update-checksum"), host_checksums),
-    Group((), checkpoint_engine, ("peer-checkpoint-engine",)),
 ]
 KNOWN = [name for group in GROUPS for name in (*group.names, *group.peers)]
 

@@ -17,6 +17,8 @@ from benchmarks.peers.environments import environment
 
 BAR = Bar("ratio", ">=", 1)
 CHECKED_STEP = 7
+PEER_SECONDS = 60.0
+"""What one step of a peer's own machinery may take."""
 PEERS = {"peer-copy-loop": "copy_ loop", "peer-foreach": "_foreach_copy_", "peer-buckets": "flattened buckets"}
 NOTES = {
     "peer-copy-loop": (
@@ -100,13 +102,15 @@ def checkpoint_engine(
             side.tell("prepare", weights=asdict(weights), cut=asdict(WHOLE))
         server, engine = sides
         for side in sides:
-            side.answer("prepare")
+            side.answer("prepare", PEER_SECONDS)
         registered, updated = [], []
         for step in range(1, rounds + 2):
-            registered.append(float(server.ask("register", step=step)["seconds"]))
+            server.tell("register", step=step)
+            registered.append(float(server.answer("register", PEER_SECONDS)["seconds"]))
             engine.ask("update")
-            updated.append(float(server.ask("update")["seconds"]))
-            engine.answer("update")
+            server.tell("update")
+            updated.append(float(server.answer("update", PEER_SECONDS)["seconds"]))
+            engine.answer("update", PEER_SECONDS)
             found = engine.ask("check", step=step)
             if found["count"]:
                 raise SideFailed(f"checkpoint-engine brought other bytes: {found['wrong']}")

@@ -145,6 +145,23 @@ def test_killed_processes_leave_neither_torn_weights_nor_anything_in_the_daemon(
     assert settled(socket, lambda now: now == before) == before
 
 
+def test_weights_that_are_not_those_of_the_version_that_is_told_count_as_torn(place: Place, socket: str) -> None:
+    moving = replace(DENSE, moving=True)
+    with contextlib.ExitStack() as stack:
+        killing = kills.Killing(place, socket, moving, [], stack)
+        with killing._pair.job("torn", moving, mode="host") as job:
+            job.hand_over(1)
+            killing._look_for_torn(job.name)
+            assert killing.counts.faults == 0
+            job.pair.writer.ask("publish", job=job.name, step=2, changed=True)  # they are the first step's
+            job.update(2)
+            killing._look_for_torn(job.name)
+            killing._check(job, 2)
+            assert (killing.counts.torn, killing.counts.wrong) == (1, 1)
+            killing._check(job, 3)
+            assert killing.counts.wrong == 2
+
+
 def test_awexctl_bench_on_a_played_gpu(place: Place, socket: str) -> None:
     said: list[str] = []
     found = list(command.measured(place, socket, 1 / 256, said.append, quick=True))

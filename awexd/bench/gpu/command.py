@@ -49,7 +49,8 @@ def measured(
     rounds = QUICK_ROUNDS if quick else ROUNDS
     with pair(where, socket) as sides:
         _check_room(sides, weights)
-        say(f"measuring this GPU's limits, with {weights.nbytes / GIB:.3g} GiB")
+        name = sides.reader.ask("describe")["device"]
+        say(f"measuring the limits of {name}, with {weights.nbytes / GIB:.3g} GiB")
         yield from _limits(sides, weights.nbytes, rounds)
         for name, cut, verify in (
             ("gpu-direct", WHOLE, "off"),
