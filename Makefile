@@ -29,7 +29,7 @@ PACKAGE := $(VENV)/.package-$(call hash,requirements/base.txt pyproject.toml awe
 	hatch_build.py $(sort $(wildcard $(NATIVE)/*.py $(NATIVE)/*.[ch])))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu check bench bench-peers peers engines support-matrix $(ENGINES:%=engine-%) clean
+.PHONY: help demo test test-gpu check bench bench-gpu bench-peers peers engines support-matrix $(ENGINES:%=engine-%) clean
 .NOTPARALLEL: # two pips in one environment break each other
 
 help: ## list the targets
@@ -53,6 +53,9 @@ bench: $(BASE) $(PACKAGE) ## measure awexd on this machine; ARGS="--write" keeps
 	$(BIN)/python benchmarks/control.py $(ARGS)
 	$(BIN)/python benchmarks/plan.py --peers $(ARGS)
 	$(BIN)/python benchmarks/cpu.py --peers $(ARGS)
+
+bench-gpu: $(BASE) $(PACKAGE) ## measure awexd on this machine's first NVIDIA GPU; GPU_PYTHON as for test-gpu
+	$(GPU_PYTHON) benchmarks/gpu.py $(ARGS)
 
 bench-peers: peers bench ## the same, with the peers' environments made first
 

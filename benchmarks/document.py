@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- figures: python benchmarks/document.py -->\n", "<!-- end of figures -->\n"
-TABLES = {"cpu": "Hand-overs", "control": "The control path", "plan": "Plans"}
+TABLES = {"h200": "On one H200", "cpu": "Hand-overs", "control": "The control path", "plan": "Plans"}
 COLUMNS = ("figure", "value", "limit", "ratio", "bar", "met", "peer")
 MET = {True: "yes", False: "NO", None: ""}
 
@@ -26,19 +26,27 @@ def updated(text: str) -> str:
     """The document with today's tables between its markers."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    tables = "".join("\n".join(_table(name, title)) + "\n\n" for name, title in TABLES.items())
+    tables = "".join("\n".join(_table(name, title)) + "\n\n" for name, title in TABLES.items() if _path(name).exists())
     return f"{before}{BEGIN}\n{tables}{END}{after}"
 
 
 def _table(name: str, title: str) -> Iterator[str]:
-    figures: list[dict[str, Any]] = json.loads((RESULTS / f"{name}.json").read_bytes())
+    figures: list[dict[str, Any]] = json.loads(_path(name).read_bytes())
     yield f"### {title} (`{name}.json`)\n"
     yield _line(*COLUMNS)
     yield _line(*["---"] * len(COLUMNS))
     for figure in figures:
         yield _row(figure)
     yield ""
-    yield from dict.fromkeys(f"- {one['date']}, {one['machine']}: `{one['command']}`" for one in figures)
+    yield from dict.fromkeys(f"- {one['date']}, {_machine(one)}: `{one['command']}`" for one in figures)
+
+
+def _machine(figure: dict[str, Any]) -> str:
+    return ", ".join(filter(None, [figure.get("gpu"), figure["machine"]]))
+
+
+def _path(name: str) -> Path:
+    return RESULTS / f"{name}.json"
 
 
 def _row(figure: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks import control, cpu, document
+from benchmarks import control, cpu, document, gpu
 
 
 def test_tables_of_figures_are_those_of_the_results() -> None:
@@ -25,3 +25,10 @@ def test_tables_of_figures_are_those_of_the_results() -> None:
 def test_results_have_the_benchmarks_figures(name: str, figures: list[str]) -> None:
     found = json.loads((document.RESULTS / f"{name}.json").read_bytes())
     assert [figure["name"] for figure in found] == figures
+
+
+def test_results_of_a_gpu_are_among_the_benchmarks_figures() -> None:
+    if not gpu.RESULTS.exists():
+        pytest.skip("nothing was measured: run `make bench-gpu ARGS=--write` on a machine with an NVIDIA GPU")
+    found = [figure["name"] for figure in json.loads(gpu.RESULTS.read_bytes())]
+    assert found == [name for name in gpu.KNOWN if name in found]

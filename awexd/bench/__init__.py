@@ -15,5 +15,8 @@ __all__ = ["add_arguments"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what ``awexctl bench`` takes beyond ``--socket`` and ``--json``."""
-    parser.add_argument("--size", type=float, help="GiB of weights (default 1; with --quick 0.0625)")
+    parser.add_argument(
+        "--size", type=float, help="GiB of weights (default 1, with --quick 0.0625; of a GPU 4, with --quick 0.25)"
+    )
+    parser.add_argument("--gpu", action="store_true", help="on this machine's first GPU, not in host memory alone")
     parser.add_argument("--quick", action="store_true", help="fewer rounds: does it work, and roughly how fast")

@@ -49,7 +49,7 @@ def main(arguments: argparse.Namespace) -> int:
     before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     figures = []
     try:
-        for figure in _measured(arguments.socket, _nbytes(arguments.size, arguments.quick), arguments.quick):
+        for figure in _on_gpu(arguments) if arguments.gpu else _in_host_memory(arguments):
             if asked:  # where it came, nothing can be raised: in a finalizer, say
                 raise KeyboardInterrupt
             figures.append(figure)
@@ -62,7 +62,8 @@ def main(arguments: argparse.Namespace) -> int:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    command = "awexctl bench" + (" --quick" if arguments.quick else "")
+    given = [f"--{name}" for name in ("gpu", "quick") if getattr(arguments, name)]
+    command = " ".join(["awexctl bench", *given])
     if arguments.json:
         found = {"machine": machine(), "copies": _copied_by(), "figures": [one.as_dict(command) for one in figures]}
         print(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode())
@@ -70,6 +71,18 @@ def main(arguments: argparse.Namespace) -> int:
         told = [f"{machine()}; copies by {_copied_by()}", "", *table(figures), ""]
         print("\n".join([*told, *(f"{one.name}: {one.note}" for one in figures)]))
     return 0
+
+
+def _on_gpu(arguments: argparse.Namespace) -> Iterator[Figure]:
+    from awexd.bench.gpu import command
+
+    where = command.place()
+    with _daemon(arguments.socket) as path:
+        yield from command.measured(where, path, arguments.size, _say, quick=arguments.quick)
+
+
+def _in_host_memory(arguments: argparse.Namespace) -> Iterator[Figure]:
+    return _measured(arguments.socket, _nbytes(arguments.size, arguments.quick), arguments.quick)
 
 
 def _copied_by() -> str:

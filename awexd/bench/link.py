@@ -93,6 +93,11 @@ class Side:
             raise SideFailed(f"{self.name}, {operation}: {answer['error']}")
         return answer
 
+    def kill(self) -> None:
+        """SIGKILL; returns when it is gone. What it had answered by then can still be read."""
+        self._process.kill()
+        self._process.wait()
+
     def __enter__(self) -> Self:
         return self
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import select
 import sys
 from collections.abc import Iterator
 
@@ -65,6 +66,15 @@ def test_side_that_ends_with_a_request_unread(side: Side) -> None:
     side.tell("pid")
     with pytest.raises(SideFailed, match="it ended during pid"):
         side.answer("pid")
+
+
+def test_side_that_is_killed_can_still_be_heard(side: Side) -> None:
+    side.tell("several", count=1)
+    assert select.select([side._socket], [], [], 20)[0], "it has answered"
+    side.kill()
+    assert side.answer("several") == {"number": 0}
+    with pytest.raises(SideFailed, match=r"it (has )?ended"):
+        side.ask("pid")
 
 
 def test_side_that_hangs_is_late_and_is_ended(side: Side) -> None:

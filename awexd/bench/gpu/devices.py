@@ -1,0 +1,211 @@
+"""What a measured process has its weights on: the first GPU that it sees, or, in tests, what a driver plays.
+
+Both also give the machine's limits: the same bytes in one flat copy within the device, from it, and to it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+PINNED = 4 << 30
+"""Bytes of page-locked memory by which DMA is measured, at most: its rate is that of any larger piece."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Device(Protocol):
+    """A device as the sides use it. Seconds are of the copy alone."""
+
+    def name(self) -> str:
+        """For people."""
+
+    def tensors(self, shapes: Shapes) -> dict[str, torch.Tensor]:
+        """New bfloat16 tensors of zeros."""
+
+    def flat(self, nbytes: int) -> float:
+        """Seconds of one copy of so many bytes within the device."""
+
+    def down(self, nbytes: int) -> float:
+        """Seconds of DMA of so many bytes to page-locked memory."""
+
+    def up(self, nbytes: int) -> float:
+        """Seconds of DMA of so many bytes from page-locked memory."""
+
+    def synchronize(self) -> None:
+        """Waits for all that this process has begun."""
+
+    def free(self) -> None:
+        """Gives back what no tensor needs, and the memory of ``flat``."""
+
+    def memory(self) -> dict[str, int]:
+        """Bytes: ``used`` of ``total`` on the device; of this process ``allocated``, ``reserved`` and ``peak``."""
+
+    def forget_peak(self) -> None:
+        """From now on ``peak`` is the most that was reserved since; unused memory is given back first."""
+
+
+class Cuda:
+    """The first GPU. Importing this touches neither it nor torch."""
+
+    def __init__(self) -> None:
+        self._flat: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._pinned: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def name(self) -> str:
+        import torch
+
+        return f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}"
+
+    def tensors(self, shapes: Shapes) -> dict[str, torch.Tensor]:
+        import torch
+
+        return {name: torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for name, shape in shapes.items()}
+
+    def flat(self, nbytes: int) -> float:
+        import torch
+
+        if self._flat is None or self._flat[0].numel() < nbytes:
+            self._flat = None
+            source, target = (torch.zeros(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2))
+            self._flat = source, target
+        source, target = (one[:nbytes] for one in self._flat)
+        target.copy_(source)  # so that the clocks are up
+        return self._seconds(lambda: target.copy_(source))
+
+    def down(self, nbytes: int) -> float:
+        host, ours, scale = self._sides(nbytes)
+        return scale * self._seconds(lambda: host.copy_(ours, non_blocking=True))
+
+    def up(self, nbytes: int) -> float:
+        host, ours, scale = self._sides(nbytes)
+        return scale * self._seconds(lambda: ours.copy_(host, non_blocking=True))
+
+    def synchronize(self) -> None:
+        import torch
+
+        torch.cuda.synchronize()
+
+    def free(self) -> None:
+        import torch
+
+        self._flat = None
+        torch.cuda.synchronize()
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # what peers have shared
+        torch.cuda.empty_cache()
+
+    def memory(self) -> dict[str, int]:
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        return {
+            "used": total - free,
+            "total": total,
+            "allocated": torch.cuda.memory_allocated(),
+            "reserved": torch.cuda.memory_reserved(),
+            "peak": torch.cuda.max_memory_reserved(),
+        }
+
+    def forget_peak(self) -> None:
+        import torch
+
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+    def _sides(self, nbytes: int) -> tuple[torch.Tensor, torch.Tensor, float]:
+        import torch
+
+        size = min(nbytes, PINNED)
+        if self._pinned is None or self._pinned[0].numel() < size:
+            host = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+            self._pinned = host, torch.zeros(size, dtype=torch.uint8, device="cuda")
+        return self._pinned[0][:size], self._pinned[1][:size], nbytes / size
+
+    def _seconds(self, call: Callable[[], object]) -> float:
+        import torch
+
+        started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        started.record()
+        call()
+        ended.record()
+        ended.synchronize()
+        return float(started.elapsed_time(ended)) / 1e3
+
+
+class Played:
+    """A device that a driver plays over files of a folder, as ``tests.devices.SharedMemoryDriver`` does.
+
+    Args:
+        driver: ``module:class``; made with the folder, ``install``-ed, and asked for ``tensors``.
+    """
+
+    def __init__(self, driver: str, folder: str) -> None:
+        module, _, name = driver.partition(":")
+        self.driver: Any = getattr(importlib.import_module(module), name)(folder).install()
+        self._folder = Path(folder)
+
+    def name(self) -> str:
+        return type(self.driver).__name__
+
+    def tensors(self, shapes: Shapes) -> dict[str, torch.Tensor]:
+        import torch
+
+        found: dict[str, torch.Tensor] = self.driver.tensors(
+            {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+        )
+        return found
+
+    def flat(self, nbytes: int) -> float:
+        import torch
+
+        source, target = (torch.zeros(nbytes, dtype=torch.uint8) for _ in range(2))
+        started = time.perf_counter()
+        target.copy_(source)
+        return time.perf_counter() - started
+
+    down = up = flat
+
+    def synchronize(self) -> None:
+        pass
+
+    def free(self) -> None:
+        pass
+
+    def memory(self) -> dict[str, int]:
+        held = sum(path.stat().st_size for path in self._folder.iterdir())
+        return {"used": held, "total": 1 << 40, "allocated": held, "reserved": held, "peak": held}
+
+    def forget_peak(self) -> None:
+        pass
+
+
+def device_of(described: Sequence[str]) -> Device:
+    """``["cuda"]``, or ``["played", driver, folder]``."""
+    kind, *arguments = described
+    return Cuda() if kind == "cuda" else Played(*arguments)
+
+
+def devices() -> int:
+    """GPUs that torch sees here; asks for no context."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def descriptors() -> int:
+    """Open file descriptors of this process."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def mappings() -> int:
+    """Mapped segments of this process, those that describe lent memory too."""
+    return sum("awexd" in line for line in Path("/proc/self/maps").read_text().splitlines())
