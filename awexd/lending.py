@@ -68,6 +68,7 @@ class Lenders:
         outcome = self._store.borrow(call.session, step, set_digest, segment, checksums)
         if isinstance(outcome, Wait):
             return outcome
+        self._service.settle()  # readers first
         committed = isinstance(outcome, Version)
         if isinstance(outcome, Version):
             self._service.note("committed", job.name, f"{outcome} committed, borrowed", logging.DEBUG)

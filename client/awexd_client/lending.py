@@ -282,7 +282,7 @@ class Lender:
         used = self._writer._connection
         while not used.over:
             try:
-                asked, _ = used.call("write.asked", {}, timeout=MAX_DEADLINE_MS / 1000)
+                asked, _ = used.call("write.asked", {}, timeout=MAX_DEADLINE_MS / 1000, patient=True)
                 lent = self._lent
                 if lent is None or lent.segment != asked["segment"]:
                     continue  # it was given up meanwhile

@@ -133,7 +133,7 @@ class Preparing(Phased):
         used = self._connection
         while not self._closed and not used.over:
             try:
-                used.call("segment.dropped", {}, timeout=MAX_DEADLINE_MS / 1000)
+                used.call("segment.dropped", {}, timeout=MAX_DEADLINE_MS / 1000, patient=True)
             except DeadlineExceeded:
                 continue
             except AwexdError:  # not registered any more, or the connection is over

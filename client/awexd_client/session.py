@@ -66,6 +66,7 @@ class Asked:
 
     Attributes:
         timeout, deadline: seconds given to the daemon, and the moment up to which its answer is awaited.
+        patient: nobody minds if another thread hears of it first.
     """
 
     id: int
@@ -74,6 +75,7 @@ class Asked:
     deadline: float
     reply: Message | None = None
     fds: list[int] = field(default_factory=list)
+    patient: bool = False
 
 
 class Connection:
@@ -96,15 +98,22 @@ class Connection:
         self._turn = threading.RLock()
         self._answered = threading.Condition(self._turn)
         self._reading = False
+        self._patient = False
+        """Whoever reads is: it leaves that to the first who is not, so that those need not be woken by it."""
+        self._hurried = 0
         self._over: AwexdError | None = None
         self._inbox: list[tuple[Message, list[int]]] = []
         self._sock = _connect(path, timeout)
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._readable = select.poll()
         self._readable.register(self._sock, select.POLLIN)
+        self._interruptible = select.poll()
+        for fd in (self._sock.fileno(), self._wake):
+            self._interruptible.register(fd, select.POLLIN)
         try:
             self.daemon = self._greet(time.monotonic() + timeout, timeout)
         except BaseException:
-            self._sock.close()
+            self._release()
             raise
         _connections.add(self)
 
@@ -121,6 +130,7 @@ class Connection:
         timeout: float,
         grace: float = ANSWER_GRACE_SECONDS,
         fds: Sequence[int] = (),
+        patient: bool = False,
     ) -> tuple[Message, list[int]]:
         """One request and its answer. ``fds`` stay the caller's; descriptors of the answer become the caller's.
 
@@ -129,7 +139,9 @@ class Connection:
             DaemonUnavailable: the connection broke.
             DeadlineExceeded: the daemon did not answer in time.
         """
-        return self.answer(self.ask(operation, arguments, timeout=timeout, grace=grace, fds=fds))
+        asked = self.ask(operation, arguments, timeout=timeout, grace=grace, fds=fds)
+        asked.patient = patient
+        return self.answer(asked)
 
     def ask(
         self,
@@ -229,32 +241,58 @@ class Connection:
 
     def _await(self, asked: Asked) -> None:
         """Waits for the answer. One of the waiting threads reads for all of them."""
+        if asked.patient:
+            self._await_in_turn(asked)
+            return
+        with self._turn:
+            self._hurried += 1
+            if self._reading and self._patient:
+                os.eventfd_write(self._wake, 1)
+        try:
+            self._await_in_turn(asked)
+        finally:
+            with self._turn:
+                self._hurried -= 1
+                self._answered.notify_all()
+
+    def _await_in_turn(self, asked: Asked) -> None:
         late, deadline = False, asked.deadline
         while True:
             with self._turn:
-                while asked.reply is None and self._reading and not self._over:
+                while asked.reply is None and self._must_wait(asked) and not self._over:
                     if not self._answered.wait(deadline - time.monotonic()):
                         break
                 if asked.reply is not None or self._over:
                     return
-                if (late or self._reading) and time.monotonic() >= deadline:
+                if (late or self._must_wait(asked)) and time.monotonic() >= deadline:
                     raise NoAnswer(
                         f"{asked.operation}: the daemon at {self.path} gave no answer within {asked.timeout:g} s"
                     )
-                if self._reading:
+                if self._must_wait(asked):
                     continue
-                self._reading = True
+                self._reading, self._patient = True, asked.patient
             try:
-                late = not _ready(self._readable, deadline)
+                late = not _ready(self._interruptible if asked.patient else self._readable, deadline)
                 if not late:
                     self._receive()
             finally:
                 with self._turn:
                     self._reading = False
+                    if asked.patient:
+                        self._rest()
                     self._deliver()
                     self._answered.notify_all()
                     if self._over:
                         self._release()
+
+    def _rest(self) -> None:
+        """Takes the call to make way, if there was one."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+
+    def _must_wait(self, asked: Asked) -> bool:
+        """Another thread reads, or one that is in more of a hurry is about to."""
+        return self._reading or (asked.patient and self._hurried > 0)
 
     def _writable(self, deadline: float) -> bool:
         poll = select.poll()
@@ -298,6 +336,9 @@ class Connection:
 
     def _release(self) -> None:
         self._sock.close()
+        if self._wake >= 0:
+            os.close(self._wake)
+            self._wake = -1
         self._decoder.close()
         for _, fds in self._inbox:
             close_descriptors(fds)
@@ -310,6 +351,8 @@ class Connection:
         self._over = DaemonUnavailable("this client belongs to the parent process; make a new one after fork")
         self._pending.clear()
         self._sock.close()
+        os.close(self._wake)
+        self._wake = -1
 
 
 def _ready(poll: select.poll, deadline: float) -> bool:
