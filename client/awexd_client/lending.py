@@ -95,9 +95,10 @@ class Lender:
         return self._lend(step, lent, {**asked, "segment": lent.segment}, deadline), ""
 
     def _lend(self, step: int, lent: Lent, asked: dict[str, Any], deadline: Deadline) -> Publication:
-        """Looks at the tensors while the daemon tells readers, who begin once these are found where they were declared.
+        """Looks at the tensors while the daemon tells readers, who begin once no memory is found to have moved.
 
-        Their shapes and strides are looked at last, while readers copy: until then no update is a success.
+        Whether they are the same tensors still, of the same form, is looked at while readers copy: until then no update
+        is a success.
         """
         writer, words, watch = self._writer, lent.description.words, lent.holding.watch
         words.say(Words.OFFERED, step)
@@ -106,7 +107,7 @@ class Lender:
         good = not watch.moved()
         if good:
             words.say(Words.LOOKED, step)
-            good = not watch.reshaped()
+            good = not watch.rebound()
         if good:
             words.say(Words.SETTLED, step)
         else:

@@ -22,6 +22,7 @@ from awexd_transports.errors import (
     DaemonUnavailable,
     DeadlineExceeded,
     EpochChanged,
+    IntegrityError,
     VersionConflict,
     VersionUnavailable,
 )
@@ -332,7 +333,7 @@ class WorkerWeightsReader(Preparing):
                 "update again"
             )
         on_device = staged.prepared.live.copies.on_device
-        error: AwexdError | None = None if on_device or not holding.watch.moved() else self._rebound()
+        error: AwexdError | None = None if on_device or not holding.watch.changed() else self._rebound()
         if error is None and staged.lent and not staged.await_owners(deadline.left()):
             error = TakenBack(f"{self.job}: step {staged.step} was taken back by its trainer; nothing was touched")
         if error is not None:
@@ -342,7 +343,8 @@ class WorkerWeightsReader(Preparing):
         began = time.monotonic()
         try:
             # The look at our own tensors, while devices copy: what was registered is still there to be written.
-            staged.prepared.live.run(sharing=self.world_size, meanwhile=self._check_unchanged)
+            meanwhile = self._check_unchanged if on_device else bool
+            staged.prepared.live.run(sharing=self.world_size, meanwhile=meanwhile)
             load_of_engine(holding.weights)
             result = UpdateResult(
                 epoch=staged.epoch,
@@ -358,6 +360,9 @@ class WorkerWeightsReader(Preparing):
         except BaseException as error:
             if not isinstance(error, DaemonUnavailable):
                 self._release(staged.lease, dirty=True, error=error)
+            if isinstance(error, VersionUnavailable | IntegrityError) and not staged.lasts:
+                taken = f"{self.job}: step {staged.step} was taken back by its trainer while it was copied"
+                raise TakenBack(taken) from error
             raise
         self._state, self._version, self._updates = "ready", (staged.epoch, staged.step), staged.updates
         return result

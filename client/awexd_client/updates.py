@@ -17,7 +17,7 @@ State = Literal["empty", "ready", "dirty"]
 
 
 class TakenBack(VersionUnavailable):
-    """A lent version's trainer took it back, perhaps to lend it again, before anything was touched."""
+    """A lent version's trainer took it back, perhaps to lend it again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,11 @@ class Staged:
             return mapping.words.lasts(self.step) and mapping.words.is_so(Words.SETTLED, self.step)
         return mapping.sealed
 
+    @property
+    def lasts(self) -> bool:
+        """It is not a lent version that its owners have taken back."""
+        return all(not isinstance(one, Opened) or one.words.lasts(self.step) for one in self.prepared.mappings)
+
     def await_owners(self, seconds: float) -> bool:
         """Whether the lent version's owners have all found it where they declared it: only then it may be read.
 
@@ -98,7 +103,7 @@ class Staged:
                 if time.monotonic() > end:
                     raise DeadlineExceeded(f"step {self.step} is lent by a trainer that does not get on with it")
                 time.sleep(_LOOK_SECONDS)
-        return all(not isinstance(one, Opened) or one.words.lasts(self.step) for one in self.prepared.mappings)
+        return self.lasts
 
 
 def load_of_engine(weights: EngineWeights) -> None:

@@ -183,7 +183,7 @@ class Marks:
 
 
 def _marked(step: int) -> int:
-    return step & 0x7FFF
+    return step & 0x3FFF
 
 
 def _bits(part: Part, tensor: torch.Tensor) -> torch.Tensor:
@@ -209,6 +209,6 @@ def _values(part: Part, tensor: torch.Tensor, step: int) -> Iterator[tuple[slice
         mixed *= _MIX
         mixed ^= mixed >> 17
         mixed += part.number * 40_503 + step * 25_173
-        mixed &= 0xFFFF
-        mixed -= 0x8000
+        mixed &= 0xBFFF  # finite as bfloat16: a peer that copies by way of float32 may change what is not a number
+        mixed -= (mixed & 0x8000) << 1
         yield slice(at, at + count), mixed.to(torch.int16)

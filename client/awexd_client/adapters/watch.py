@@ -48,10 +48,14 @@ class Watch:
 
     def changed(self) -> bool:
         """Whether an entry was added, removed or rebound, or a tensor's memory moved, went or is read otherwise."""
-        return self.moved() or self.reshaped()
+        return self.moved() or self.rebound()
 
     def moved(self) -> bool:
-        """All of that but for tensors whose memory has stayed: the cheap half, which finds nearly every change."""
+        """Whether a tensor's memory moved or went: the cheap part, which finds nearly every change."""
+        return self._differ(_PLACE)
+
+    def rebound(self) -> bool:
+        """The rest. `p.data = p.data.t()` keeps the address."""
         for table, size in self._tables:
             if len(table) != size:
                 return True
@@ -60,10 +64,6 @@ class Watch:
         for tensor, local in self._locals:
             if tensor._local_tensor is not local:
                 return True
-        return self._differ(_PLACE)
-
-    def reshaped(self) -> bool:
-        """Whether a tensor is read otherwise where it lies: `p.data = p.data.t()` keeps the address."""
         return any(map(self._differ, _FORM))
 
     def _differ(self, look: Look) -> bool:

@@ -10,8 +10,9 @@ import triton.language as tl
 if TYPE_CHECKING:
     import torch
 
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+OPTIONS = {"enable_fp_fusion": False}
 """Triton warns where it is not told whether to fuse; nothing here could be."""
+RUN_WARPS, BOX_WARPS = 2, 4
 INTS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -29,9 +30,9 @@ def launch(
     """
     item_of, item_to = (INTS[SIZES.get(kind) or int(kind)] for kind in (of, to))
     if shapes is None:
-        _move_runs[(count,)](table, first, item_of, item_to, of, to, block, **OPTIONS)
+        _move_runs[(count,)](table, first, item_of, item_to, of, to, block, num_warps=RUN_WARPS, **OPTIONS)
     else:
-        _move_boxes[(count,)](table, shapes, first, item_of, item_to, of, to, block, **OPTIONS)
+        _move_boxes[(count,)](table, shapes, first, item_of, item_to, of, to, block, num_warps=BOX_WARPS, **OPTIONS)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -65,13 +66,19 @@ def _move_runs(  # type: ignore[no-untyped-def]
     to = tl.load(tile).to(tl.pointer_type(ITEM_TO))
     of = tl.load(tile + 1).to(tl.pointer_type(ITEM_OF))
     items = tl.load(tile + 2).to(tl.int32)
-    for start in range(0, items, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        inside = at < items
-        held = tl.load(of + at, mask=inside)
+    if items == BLOCK:
+        held = tl.load(of + tl.arange(0, BLOCK))
         if OF != TO:
             held = cast(held, OF, TO)
-        tl.store(to + at, held, mask=inside)
+        tl.store(to + tl.arange(0, BLOCK), held)
+    else:
+        for start in range(0, items, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            inside = at < items
+            held = tl.load(of + at, mask=inside)
+            if OF != TO:
+                held = cast(held, OF, TO)
+            tl.store(to + at, held, mask=inside)
 
 
 @triton.jit(do_not_specialize=["first"])  # type: ignore[untyped-decorator]
