@@ -107,8 +107,19 @@ class Publication(_Part[_publication.Publication]):
     async def captured(self, timeout: float = DEFAULT_TIMEOUT) -> None:
         await _in(self._pool, self._blocking.captured, timeout)
 
+    @property
+    def mode(self) -> str:
+        return self._blocking.mode
+
+    @property
+    def reason(self) -> str:
+        return self._blocking.reason
+
     async def committed(self, timeout: float = DEFAULT_TIMEOUT) -> None:
         await _in(self._pool, self._blocking.committed, timeout)
+
+    async def withdraw(self, timeout: float = DEFAULT_TIMEOUT) -> None:
+        await _in(self._pool, self._blocking.withdraw, timeout)
 
 
 class Update(_Part[_publication.Update]):

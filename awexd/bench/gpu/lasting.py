@@ -26,6 +26,7 @@ def update_many(pair: Pair, weights: Weights, updates: int) -> Figure:
         for step in range(1, WARM_UPDATES + updates + 1):
             times.append((direct, host)[step % 2].hand_over(step)[0])
             if step == WARM_UPDATES:
+                direct.check(step)  # what that takes is there before anything is counted
                 before = dict(_counted(pair))
         direct.check(WARM_UPDATES + updates)
         after = dict(_counted(pair))

@@ -12,12 +12,6 @@ from awexd_client.adapters.names import is_derived_buffer
 from awexd_transports.layout import Shard
 
 Look = Callable[[Any], Any]
-_PLACE: Look = operator.methodcaller("data_ptr")
-_FORM: tuple[Look, ...] = (
-    operator.methodcaller("stride"),
-    operator.attrgetter("shape"),
-    operator.attrgetter("dtype"),
-)
 
 
 class Watch:
@@ -34,7 +28,12 @@ class Watch:
         self._objects: list[Any] = []
         self._locals: list[tuple[Any, Any]] = []
         self._tensors: list[Any] = []
-        self._known: dict[Look, list[Any]] = {look: [] for look in (_PLACE, *_FORM)}
+        from torch import Tensor
+
+        # The methods themselves, which are called at half the cost of a methodcaller's.
+        self._place: Look = Tensor.data_ptr
+        self._form: tuple[Look, ...] = (Tensor.stride, operator.attrgetter("shape"), operator.attrgetter("dtype"))
+        self._known: dict[Look, list[Any]] = {look: [] for look in (self._place, *self._form)}
         mapping = mapping_of(target)
         modules = modules_of(target)
         if mapping is not None:
@@ -52,7 +51,7 @@ class Watch:
 
     def moved(self) -> bool:
         """Whether a tensor's memory moved or went: the cheap part, which finds nearly every change."""
-        return self._differ(_PLACE)
+        return list(map(self._place, self._tensors)) != self._known[self._place]
 
     def rebound(self) -> bool:
         """The rest. `p.data = p.data.t()` keeps the address."""
@@ -64,11 +63,8 @@ class Watch:
         for tensor, local in self._locals:
             if tensor._local_tensor is not local:
                 return True
-        return any(map(self._differ, _FORM))
-
-    def _differ(self, look: Look) -> bool:
-        # One pass of C code, in which nothing is kept: lists of new tuples would set the garbage collector off.
-        return any(map(operator.ne, map(look, self._tensors), self._known[look]))
+        # Passes of C code in which nothing is kept: lists of new tuples would set the garbage collector off.
+        return any(any(map(operator.ne, map(look, self._tensors), self._known[look])) for look in self._form)
 
     def _add_module(self, module: Any) -> None:
         self._add_table(module._modules, ())
