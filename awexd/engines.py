@@ -62,7 +62,8 @@ class Engines:
             )
         worker = self._store.worker_of(call.session)[1]
         worker.aside = arguments["aside"] or []
-        worker.devices = frozenset(arguments["devices"] or ())
+        # Whoever opens GPU memory may write to all of its allocation: reading that was granted does not go so far.
+        worker.devices = frozenset(arguments["devices"] or ()) if call.peer.uid == job.owner_uid else frozenset()
         who = f"engine {engine} rank {worker.rank} of {arguments['world_size']} (process {call.peer.pid})"
         self._service.note("joined", name, f"{who} registered")
         return Reply({"job": name, "epoch": job.epoch, "updates": worker.round})

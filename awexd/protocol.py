@@ -33,6 +33,8 @@ MAX_KEEP = 16
 MAX_STEP = 1 << 53
 MAX_DEVICES = 64
 """GPUs that one process sees."""
+MAX_CHUNKS = 1 << 20
+"""Physical allocations of one rank's virtual memory: of 2 MiB at least, 2 TiB."""
 MODES = ("auto", "host", "direct")
 PHASES = ("train", "rollout")
 MAX_GPUS = 64
@@ -296,7 +298,7 @@ OPERATIONS: dict[str, dict[str, Check]] = {
     "write.captured": {**_ATTEMPTED, "at_once": _boolean},
     "write.revoke": {},
     "write.asked": {},
-    "write.give": {"segment": _text, "number": _STEP},
+    "write.give": {"segment": _text, "number": _whole(0, MAX_CHUNKS + MAX_FDS)},
     "park.begin": {**_PARCEL, "nbytes": _whole(0, 1 << 60)},
     "park.open": _PARCEL,
     "park.seal": {**_PARCEL, "segment": _text},
@@ -335,7 +337,7 @@ OPERATIONS: dict[str, dict[str, Check]] = {
     "segment.open": {"ids": _ids},
     "segment.closed": {"ids": _ids},
     "segment.dropped": {},
-    "segment.chunks": {"id": _text, "first": _STEP, "count": _whole(1, MAX_FDS)},
+    "segment.chunks": {"id": _text, "first": _whole(0, MAX_CHUNKS), "count": _whole(1, MAX_FDS)},
     "goodbye": {},
     # a job's owner, and commands
     "job.close": {"job": _text},

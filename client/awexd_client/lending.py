@@ -287,7 +287,7 @@ class Lender:
                 lent = self._lent
                 if lent is None or lent.segment != asked["segment"]:
                     continue  # it was given up meanwhile
-                for number in range(asked["first"], asked["first"] + asked["count"]):
+                for number in range(asked["first"], min(asked["first"] + asked["count"], len(lent.chunks))):
                     fd = cuda.driver.export(*lent.chunks[number])
                     try:
                         given = {"segment": lent.segment, "number": number}

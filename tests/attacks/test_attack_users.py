@@ -15,6 +15,7 @@ import pytest
 
 from awexd_transports.errors import AccessDenied, AwexdError, from_wire
 from tests.attacks.raw import DONE, Raw, reader, writer
+from tests.attacks.test_attack_lending import borrow, lend
 from tests.daemons import Daemon
 
 NOBODY = 65534
@@ -177,6 +178,17 @@ def test_granted_user_reads_and_does_nothing_else(public: Daemon, foreigner: For
         foreigner.call("read.confirm", lease=answer["lease"], **DONE)
         for operation in ("drop", "job.close"):
             assert isinstance(foreigner.refused(operation, job="root/j"), AccessDenied)
+
+
+def test_granted_user_never_gets_gpu_memory_which_he_could_write_to(public: Daemon, foreigner: Foreigner) -> None:
+    with writer(public.socket) as own:
+        own.publish(1)
+        own.call("job.grant", job="j", uids=[NOBODY], gids=[])
+        foreigner.call("read.register", body="w", job="root/j", engine="e", rank=0, world_size=1, devices=["GPU-0"])
+        borrow(own, 2, lend(own))
+        assert foreigner.call("read.resolve", step=None, lease_ms=1000, stage=False)["step"] == 1
+        error = foreigner.refused("read.resolve", step=2, lease_ms=1000, stage=False)
+        assert "lent by its trainer" in str(error)
 
 
 def test_grant_outlives_a_restart_and_a_reader_that_came_before_the_trainer(public: Daemon) -> None:

@@ -355,15 +355,19 @@ def _checked(body: Any, manifest: Manifest) -> tuple[list[Allocation], list[tupl
     """
     try:
         allocations = [
-            Allocation(str(uuid), int(size), str(handle), int(base), tuple(map(int, chunks)))
-            for uuid, size, handle, base, chunks in body["allocations"]
+            Allocation(_text(uuid), _whole(size), _text(handle), _whole(base), tuple(map(_whole, _list(chunks))))
+            for uuid, size, handle, base, chunks in _list(body["allocations"])
         ]
+        pieces = [
+            (_whole(at), _whole(offset), tuple(map(_whole, _list(strides))))
+            for at, offset, strides in _list(body["pieces"])
+        ]
+        _text(body["process"])
+        if len(pieces) != len(manifest.pieces):
+            raise ValueError(f"{len(pieces)} pieces where the manifest has {len(manifest.pieces)}")
         for one in allocations:
             if one.chunks and (min(one.chunks) <= 0 or sum(one.chunks) != one.nbytes):
                 raise ValueError("chunks that do not add up")
-        pieces = [(int(at), int(offset), tuple(map(int, strides))) for at, offset, strides in body["pieces"]]
-        if len(pieces) != len(manifest.pieces) or not isinstance(body["process"], str):
-            raise ValueError(f"{len(pieces)} pieces where the manifest has {len(manifest.pieces)}")
         for entry, (at, offset, strides) in zip(manifest.pieces, pieces, strict=True):
             steps = [(n - 1) * step for n, step in zip(entry.box.shape, strides, strict=True)]
             last = offset + sum(steps) + ITEMSIZE[entry.tensor.dtype]
@@ -373,3 +377,21 @@ def _checked(body: Any, manifest: Manifest) -> tuple[list[Allocation], list[tupl
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise IntegrityError(f"a description of lent memory that does not fit its manifest: {error}") from error
     return allocations, pieces
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is no whole number")
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise TypeError(f"{value!r} is no text")
+    return value
+
+
+def _list(value: Any) -> list[Any]:
+    if type(value) is not list:
+        raise TypeError(f"{value!r} is no list")
+    return value
