@@ -100,7 +100,9 @@ class Allocator:
     async def _make(self, job: Job, shortfall: Shortfall, wanted: int) -> None:
         self._promised += wanted
         try:
-            create = [asyncio.to_thread(self._memory.create, shortfall.nbytes) for _ in range(shortfall.slots)]
+            writer = job.writers.get(shortfall.rank)
+            node = writer.node if writer else None
+            create = [asyncio.to_thread(self._memory.create, shortfall.nbytes, node) for _ in range(shortfall.slots)]
             made = await asyncio.gather(*create, return_exceptions=True)
         finally:
             self._promised -= wanted

@@ -27,6 +27,7 @@ import orjson
 import posix_ipc
 
 from awexd.budget import SHM_DIRECTORY, Budget
+from awexd.placement import preferring
 from awexd_transports.errors import BudgetExceeded, IntegrityError
 from awexd_transports.segment import HEADER_BYTES, MAGIC
 
@@ -76,8 +77,10 @@ class Memory:
     def total_nbytes(self) -> int:
         return sum(region.nbytes for region in list(self._regions.values()))
 
-    def create(self, nbytes: int) -> tuple[str, bool]:
+    def create(self, nbytes: int, node: int | None = None) -> tuple[str, bool]:
         """A new segment with room for ``nbytes``, every page reserved; its id, and whether its pages are locked.
+
+        ``node``: the NUMA node that they should be on.
 
         The caller has checked the budget: this only fails where the kernel itself has no page left.
 
@@ -90,7 +93,8 @@ class Memory:
         fd = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=0o600, size=0).fd
         try:
             os.set_inheritable(fd, False)
-            os.posix_fallocate(fd, 0, size)
+            with preferring(node):
+                os.posix_fallocate(fd, 0, size)
         except OSError as error:
             os.close(fd)
             posix_ipc.unlink_shared_memory(name)

@@ -33,6 +33,8 @@ MAX_KEEP = 16
 MAX_STEP = 1 << 53
 MAX_DEVICES = 64
 """GPUs that one process sees."""
+MAX_NODES = 1024
+"""NUMA nodes."""
 MAX_CHUNKS = 1 << 20
 """Physical allocations of one rank's virtual memory: of 2 MiB at least, 2 TiB."""
 MODES = ("auto", "host", "direct")
@@ -280,7 +282,12 @@ OPERATIONS: dict[str, dict[str, Check]] = {
         "digest": _digest,
     },
     "write.ready": {},
-    "write.reserve": {"set": _digest, "digest": _digest, "nbytes": _whole(0, 1 << 60)},
+    "write.reserve": {
+        "set": _digest,
+        "digest": _digest,
+        "nbytes": _whole(0, 1 << 60),
+        "node": _optional(_whole(0, MAX_NODES - 1)),
+    },
     "write.slot": {},
     "write.publish": {"step": _STEP, "set": _digest, "segment": _text, "checksums": _boolean},
     "write.begin": {"step": _STEP, "set": _digest},

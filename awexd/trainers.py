@@ -82,6 +82,7 @@ class Trainers:
         job, writer = self._store.writer_of(call.session)
         async with self._service.manifest(call):
             self._store.reserve(call.session, arguments["set"], arguments["digest"], arguments["nbytes"])
+            writer.node = arguments["node"]
         self._service.settle()
         await self._allocator.fill(job, writer.rank, call.deadline)
         segments = [segment.id for segment in mappable(job, writer)]

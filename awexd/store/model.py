@@ -113,6 +113,7 @@ class Writer:
     Attributes:
         mode: ``"auto"``, ``"direct"`` or ``"host"``; the same for all ranks.
         reserved: the set of manifests that its segment layout was made for.
+        node: the NUMA node that its memory should be on, if it minds.
     """
 
     session: str
@@ -123,6 +124,7 @@ class Writer:
     reserved: str = ""
     segment_digest: str = ""
     nbytes: int = 0
+    node: int | None = None
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from awexd_client.adapters.base import Adapter, EngineWeights
 from awexd_client.adapters.registry import watch, weights_of
 from awexd_client.adapters.watch import Watch
 from awexd_transports.copy import View, overlapping
+from awexd_transports.cuda import driver as cuda
 from awexd_transports.dtypes import dtype_name
 from awexd_transports.errors import InvalidArgument, ManifestMismatch
 from awexd_transports.layout import Box, Entry, Manifest, Shard, TensorSpec
@@ -72,6 +73,12 @@ class Holding:
     def on_device(self) -> bool:
         """Whether a part of it lies in a device's memory."""
         return any(view.device is not None for view in self.views)
+
+    @property
+    def node(self) -> int | None:
+        """The NUMA node of the first device that has a part of it, if that can be told."""
+        device = next((view.device for view in self.views if view.device is not None), None)
+        return None if device is None else cuda.driver.numa_node(device)
 
     @cached_property
     def index(self) -> dict[tuple[str, Box], int]:

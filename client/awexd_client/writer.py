@@ -266,6 +266,7 @@ class WeightWriter(Offloading):
             set=segment.registered_set,
             digest=segment.manifest.digest,
             nbytes=segment.nbytes,
+            node=self._holding.node,
         )
         if reserved["lock_problem"]:
             _log.warning("weights of %s are not locked in memory: %s", self.job, reserved["lock_problem"])

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 from collections.abc import Iterator, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from awexd_transports.errors import AwexdError
@@ -48,6 +49,21 @@ class CudaDriver:
 
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         return [f"GPU-{torch.cuda.get_device_properties(device).uuid}" for device in range(count)]
+
+    def numa_node(self, device: int) -> int | None:
+        """The node whose memory is nearest to that device, as the kernel says; None where it does not say."""
+        import torch
+
+        known = torch.cuda.get_device_properties(device)
+        numbers = [getattr(known, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+        if None in numbers:
+            return None
+        domain, bus, number = numbers
+        try:
+            text = Path(f"/sys/bus/pci/devices/{domain:04x}:{bus:02x}:{number:02x}.0/numa_node").read_text()
+        except OSError:  # a virtual machine may hide it
+            return None
+        return int(text) if int(text) >= 0 else None  # -1: there is but one
 
     def device_of(self, view: View) -> int | None:
         """The device whose memory that is; None: no device's."""
