@@ -246,7 +246,8 @@ class Together:
                     held = connection.call("versions", {"job": self._job}, timeout=max(1.0, deadline.left()))[0]
                 except VersionUnavailable:  # there is no such job yet
                     continue
-                if any(row["state"] == "held" and row["step"] >= (step or 0) for row in held["versions"]):
+                states = ("held", "borrowed")  # or the workers say that they cannot have it
+                if any(row["state"] in states and row["step"] >= (step or 0) for row in held["versions"]):
                     return
 
     def _told_after(self, failure: Exception | None, deadline: Deadline) -> list[dict[str, Any]]:

@@ -513,6 +513,29 @@ def test_owner_of_virtual_memory_dies_before_it_hands_it_over(virtual: Node) -> 
     assert engine.do("result = [reader.state, float(into['a'].sum())]") == ["empty", 0.0]
 
 
+CREW = """
+from awexd_client import WeightReader
+
+class Crew:
+    def stage(self, step, timeout): self.staged = reader.stage(step, timeout)
+    def apply(self, epoch, step, timeout): reader.apply(self.staged, timeout)
+    def abandon(self): pass
+    def verify(self, checkpoint_dir, token, timeout): pass
+
+instance = WeightReader("grpo", "e", Crew(), socket)
+"""
+
+
+def test_engine_that_is_driven_through_its_own_calls(node: Node) -> None:
+    trainer, engine = node.trainer(), node.engine()
+    engine.do(f"socket = {node.daemon.socket!r}" + CREW)
+    for step in (1, 2):
+        engine.start(f"result = told(instance.update({step}, timeout=20))")
+        trainer.do(PUBLISH.format(step))
+        assert engine.finish() == [step, "direct", "cuda_ipc", 'mode="direct"', expected(step, 4)]
+        trainer.do(CAPTURED)
+
+
 def test_reader_that_cannot_open_it_says_so_untouched(node: Node) -> None:
     trainer, engine = node.trainer(), node.engine(refuse=("open",))
     trainer.do(PUBLISH.format(1))
