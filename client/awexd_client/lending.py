@@ -101,6 +101,7 @@ class Lender:
         is a success.
         """
         writer, words, watch = self._writer, lent.description.words, lent.holding.watch
+        words.take_back()  # what an attempt at this step came to that another rank gave up
         words.say(Words.OFFERED, step)
         arguments = {**asked, "checksums": lent.sums is not None}
         sent = writer._connection.ask("write.borrow", arguments, timeout=deadline.left())

@@ -318,6 +318,7 @@ class WorkerWeightsReader(Preparing):
             ready=time.monotonic(),
             lent=answer["borrowed"],
             reason=answer["reason"],
+            ranks=len(answer["segments"]),
         )
 
     def _apply(self, staged: Staged, deadline: Deadline) -> UpdateResult:

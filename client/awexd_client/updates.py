@@ -54,6 +54,7 @@ class Staged:
         lease: its id. ``until``: it lasts at least so long (``time.monotonic()``).
         updates: this worker's count of updates, once this one is done.
         lent: its bytes are the trainer's live parameters. ``reason``: why, or why not.
+        ranks: of the trainer: so many segments the version has.
     """
 
     epoch: int
@@ -66,6 +67,7 @@ class Staged:
     ready: float
     lent: bool = False
     reason: str = ""
+    ranks: int = 0
 
     @property
     def good(self) -> bool:
@@ -75,7 +77,9 @@ class Staged:
         """
         mappings = self.prepared.mappings
         named = bool(mappings) and all(map(self._stands, mappings))
-        return named and time.monotonic() < self.until
+        # Any rank may give a lent version up, also one whose memory is not read here.
+        seen = not self.lent or len(mappings) == self.ranks
+        return named and seen and time.monotonic() < self.until
 
     def _stands(self, mapping: Segment) -> bool:
         if isinstance(mapping, Opened):

@@ -313,3 +313,16 @@ def test_table_without_rows_on_a_way() -> None:
         table = CopyTable(rows)
         table.run()
         assert table.first_difference() is None
+
+
+def test_what_differs_on_a_device_is_found_by_its_index() -> None:
+    """NaN is equal to itself, and minus zero is not zero: bits are compared."""
+    source = torch.tensor([[float("nan"), -0.0, 1.0], [2.0, 3.0, 4.0]], device="cuda")
+    destination = torch.zeros(3, 2, device="cuda").t()
+    table = CopyTable([Row(View.of(destination), View.of(source), "w")])
+    table.run()
+    assert table.first_difference() is None
+    destination[0, 1] = 0.0
+    found = table.first_difference()
+    assert found is not None
+    assert (found.label, found.index) == ("w", (0, 1))
