@@ -90,6 +90,7 @@ class Endpoint(ABC):
             self._forget_tables(None)
             self._close_maps()
             self._connection.goodbye()
+            self._let_go()
         finally:
             self._lock.release()
 
@@ -98,6 +99,9 @@ class Endpoint(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _let_go(self) -> None:  # noqa: B027 - most have nothing
+        """It is closed: the caller's tensors are not kept, however long what is left of this is."""
 
     @contextlib.contextmanager
     def _turn(self, deadline: Deadline) -> Iterator[None]:

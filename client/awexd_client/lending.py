@@ -165,6 +165,10 @@ class Lender:
             self._revoke(Deadline(CLOSE_SECONDS))
         self.forget()
 
+    def let_go(self) -> None:
+        self.forget()
+        self._refused = None
+
     def _end(self, publication: Publication, deadline: Deadline, *, at_once: bool) -> None:
         attempted = {"epoch": publication.epoch, "step": publication.step, "attempt": publication._attempt}
         if at_once and self._lent is not None:

@@ -118,6 +118,10 @@ class Preparing(Phased):
             )
         return prepare(self._holding, sources, mapped, summed)
 
+    def _let_go(self) -> None:
+        super()._let_go()
+        self._holding_ = None
+
     def _devices(self, holding: Holding) -> list[str]:
         """UUIDs of the GPUs whose memory this process can open; none where it does not want to."""
         on_device = any(cuda.driver.device_of(view) is not None for view in holding.views)

@@ -190,6 +190,12 @@ class WeightWriter(Offloading):
 
     # internals
 
+    def _let_go(self) -> None:
+        super()._let_go()
+        self._holding_ = self._segment_ = self._open = self._next = None
+        self._lender.let_go()
+        self._forget_offloaded()
+
     def _current(self) -> Holding:
         if self._open is not None and not (self._open._captured or self._open._lent):
             raise InvalidArgument(f"{self.job}: step {self._open.step} is being written; leave its `with` block first")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -134,3 +135,43 @@ result = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 """
     assert pair.do(code) == 0
     assert pair.do("writer.publish(2); result = reader.update().step") == 2
+
+
+CLOSED = """
+import gc, weakref
+gc.disable()  # what only the garbage collector finds is kept, for as long as it does not look
+watched = [weakref.ref(tensor) for tensor in (a, b, *into.values())]
+reader.update()
+{how}
+for client in (writer, reader):
+    client.close()
+del a, b, into
+result = [ref() is None for ref in watched]
+"""
+
+
+@pytest.mark.parametrize("how", ["", "writer.park('p', {'c': torch.ones(9)})", "update = writer.begin(2)"])
+def test_closed_clients_keep_no_tensor(pair: Process, how: str) -> None:
+    assert pair.do(CLOSED.format(how=how)) == [True] * 4
+
+
+LENT = """
+from tests.devices import SharedMemoryDriver
+gpu = SharedMemoryDriver({folder!r}).install()
+held = gpu.tensors({{"a": torch.ones(9)}})
+into = gpu.tensors({{"a": torch.zeros(9)}})
+writer = WeightWriter("lent", 0, 1, {socket!r}, mode="direct")
+writer.register(held)
+reader = WorkerWeightsReader("lent", "e", 0, 1, {socket!r})
+reader.register(into)
+publication = writer.publish(1)
+a, b = held["a"], into["a"]
+"""
+
+
+def test_closed_clients_keep_no_tensor_that_was_lent(
+    daemon: Daemon, fork: Callable[[], Process], tmp_path: Path
+) -> None:
+    process = fork()
+    process.do(LENT.format(folder=str(tmp_path), socket=daemon.socket))
+    assert process.do(CLOSED.format(how="publication.captured(); del held")) == [True] * 3
