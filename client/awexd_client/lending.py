@@ -89,7 +89,7 @@ class Lender:
             if not choice["borrowed"]:
                 return None, choice["reason"]
         cuda.driver.synchronize(lent.devices)  # on every stream: what readers copy is what the caller sees
-        self._take_back(deadline)
+        self.take_back(deadline)
         if lent.sums is not None:
             lent.sums.store()
         return self._lend(step, lent, {**asked, "segment": lent.segment}, deadline), ""
@@ -175,8 +175,8 @@ class Lender:
             self._lent.description.words.take_back()
         self._writer._ask("write.captured", deadline.left(), **attempted, at_once=at_once)
 
-    def _take_back(self, deadline: Deadline) -> None:
-        """Withdraws the version before, if its caller has not waited for its end."""
+    def take_back(self, deadline: Deadline) -> None:
+        """Withdraws the version before, if its caller has not waited for its end: other bytes may be there soon."""
         before, self._open = self._open, None
         if before is not None and not before._captured:
             with contextlib.suppress(VersionConflict, EpochChanged):  # it is over already

@@ -141,6 +141,7 @@ class WeightWriter(Offloading):
         with self._turn(deadline):
             self._check_present()
             self._last = None  # what is written may come from anywhere
+            self._surviving(self._lender.take_back, deadline)
             publication, mapping = self._surviving(lambda deadline: self._begin(step, deadline), deadline)
         return Update(self, publication, mapping, timeout)
 
@@ -373,6 +374,7 @@ class WeightWriter(Offloading):
             if lent is not None:
                 self._open = lent
                 return lent
+            self._lender.take_back(deadline)
         publication, mapping = self._start(step, deadline)
         publication.reason = reason
         try:

@@ -559,6 +559,20 @@ def test_casts_and_host_tensors_cannot_be_lent(node: Node) -> None:
         trainer.do("writer.begin(1)")
 
 
+@pytest.mark.parametrize("how", ["writer.publish(4)", "update = writer.begin(4)"])
+def test_next_step_through_host_memory_withdraws_what_is_lent(node: Node, how: str) -> None:
+    trainer, engine = node.trainer(mode="auto"), node.engine()
+    trainer.do(PUBLISH.format(1))
+    engine.do(UPDATE.format(None))
+    engine.start(UPDATE.format(3))
+    node.await_engine_waits()
+    assert trainer.do(PUBLISH.format(3)) == ["direct", ""]
+    engine.finish()
+    assert node.job()["borrowed"] == [[1, 3]]
+    trainer.do(how)
+    assert node.job()["borrowed"] == []
+
+
 def test_rollback_goes_to_held_versions_only(node: Node) -> None:
     trainer, engine = node.trainer(mode="auto"), node.engine()
     for step in (1, 2):
