@@ -333,8 +333,10 @@ class WorkerWeightsReader(Preparing):
                 f"{self.job}: what was staged was given up since, or went with its connection to the daemon; "
                 "update again"
             )
-        on_device = staged.prepared.live.copies.on_device
-        error: AwexdError | None = None if on_device or not holding.watch.changed() else self._rebound()
+        # Of thousands of tensors the look takes a tenth of what a copy within a GPU does: there it is made meanwhile,
+        # since what was registered is still there to be written.
+        hidden = staged.lent and staged.prepared.live.copies.on_device
+        error: AwexdError | None = None if hidden or not holding.watch.changed() else self._rebound()
         if error is None and staged.lent and not staged.await_owners(deadline.left()):
             error = TakenBack(f"{self.job}: step {staged.step} was taken back by its trainer; nothing was touched")
         if error is not None:
@@ -343,8 +345,7 @@ class WorkerWeightsReader(Preparing):
         self._state, self._version, self._leased = "dirty", None, None
         began = time.monotonic()
         try:
-            # The look at our own tensors, while devices copy: what was registered is still there to be written.
-            meanwhile = self._check_unchanged if on_device else bool
+            meanwhile = self._check_unchanged if hidden else bool
             staged.prepared.live.run(sharing=self.world_size, meanwhile=meanwhile)
             load_of_engine(holding.weights)
             result = UpdateResult(
