@@ -9,12 +9,8 @@ import pytest
 
 from tests.daemons import Daemon, daemon, folder
 from tests.e2e.conftest import fork, nursery
+from tests.e2e.direct_node import CAPTURED, PUBLISH, UPDATE, Node, expected
 from tests.e2e.test_direct import (
-    CAPTURED,
-    PUBLISH,
-    UPDATE,
-    Node,
-    expected,
     test_an_update_after_the_version_was_taken_back_waits_for_the_next,
     test_auto_lends_where_every_engine_waits_and_else_copies,
     test_captured_does_not_wait_for_an_engine_that_is_gone,
