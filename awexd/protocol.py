@@ -31,8 +31,6 @@ MAX_DEADLINE_MS = 24 * 3600 * 1000
 MAX_WORLD_SIZE = 4096
 MAX_KEEP = 16
 MAX_STEP = 1 << 53
-MAX_DEVICES = 64
-"""GPUs that one process sees."""
 MAX_NODES = 1024
 """NUMA nodes."""
 MAX_CHUNKS = 1 << 20
@@ -40,7 +38,7 @@ MAX_CHUNKS = 1 << 20
 MODES = ("auto", "host", "direct")
 PHASES = ("train", "rollout")
 MAX_GPUS = 64
-"""That one claim to a phase names."""
+"""That one process sees, or claims for a phase."""
 MAX_REASONS = 64
 """Kinds of reasons why an engine loads tensors itself that a worker tells."""
 MAX_DIFFERENCES = 8
@@ -196,7 +194,11 @@ def _ids(value: Any) -> bool:
 
 
 def _gpus(value: Any) -> bool:
-    return isinstance(value, list) and 0 < len(value) <= MAX_GPUS and all(map(_text, value))
+    return isinstance(value, list) and len(value) <= MAX_GPUS and all(map(_text, value))
+
+
+def _some_gpus(value: Any) -> bool:
+    return bool(value) and _gpus(value)
 
 
 def _phase(value: Any) -> bool:
@@ -209,10 +211,6 @@ def _numbers_up_to(high: int, value: Any) -> bool:
 
 def _numbers(value: Any) -> bool:
     return _numbers_up_to(1 << 32, value)
-
-
-def _uuids(value: Any) -> bool:
-    return isinstance(value, list) and len(value) <= MAX_DEVICES and all(map(_text, value))
 
 
 def _digest(value: Any) -> bool:
@@ -298,7 +296,7 @@ OPERATIONS: dict[str, dict[str, Check]] = {
         "reason": _sentence,
     },
     "write.committed": _ATTEMPTED,
-    "write.lend": {"nbytes": _whole(1, 1 << 60), "devices": _uuids},
+    "write.lend": {"nbytes": _whole(1, 1 << 60), "devices": _gpus},
     "write.choose": {"step": _STEP, "set": _digest},
     "write.borrow": {"step": _STEP, "set": _digest, "segment": _text, "checksums": _boolean},
     "write.affirm": {"step": _STEP, "attempt": _ATTEMPT, "good": _boolean},
@@ -322,7 +320,7 @@ OPERATIONS: dict[str, dict[str, Check]] = {
         "version": _optional(_version),
         "updates": _optional(_STEP),
         "aside": _optional(_reasons),
-        "devices": _optional(_uuids),
+        "devices": _optional(_gpus),
     },
     "read.siblings": {},
     "read.resolve": {"step": _optional(_STEP), "lease_ms": _whole(1, MAX_DEADLINE_MS), "stage": _boolean},
@@ -339,7 +337,7 @@ OPERATIONS: dict[str, dict[str, Check]] = {
     },
     "read.engine": {"job": _text, "engine": _text},
     # both
-    "phase.enter": {"job": _text, "who": _text, "gpus": _gpus, "phase": _phase, "token": _text},
+    "phase.enter": {"job": _text, "who": _text, "gpus": _some_gpus, "phase": _phase, "token": _text},
     "phase.leave": {"token": _text},
     "segment.open": {"ids": _ids},
     "segment.closed": {"ids": _ids},

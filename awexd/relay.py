@@ -13,9 +13,8 @@ from collections import defaultdict
 
 from awexd.protocol import MAX_FDS
 from awexd.service import Call, Reply, Service
-from awexd.store import Segment, Wait
-from awexd.store.model import Job
-from awexd_transports.errors import ProtocolError, VersionUnavailable
+from awexd.store import Wait
+from awexd_transports.errors import InvalidArgument, ProtocolError
 
 KEPT_SECONDS = 10.0
 
@@ -32,7 +31,10 @@ class Relay:
         service.add({"segment.chunks": self._chunks, "write.asked": self._told, "write.give": self._give})
 
     def _chunks(self, call: Call) -> Reply | Wait:
-        job, segment = self._leased(call)
+        job, _ = self._store.worker_of(call.session)
+        segment = self._service.leased(call.session, call.arguments["id"])
+        if not segment.borrowed:
+            raise InvalidArgument(f"segment {segment.id} is in host memory, which has no chunks")
         first, count = call.arguments["first"], call.arguments["count"]
         numbers = range(first, first + count)
         given = self._given[segment.id]
@@ -73,14 +75,6 @@ class Relay:
         self._service.background.later(KEPT_SECONDS, functools.partial(self._drop, segment_id, number, fd))
         self._store.touched.add(job.name)
         return Reply({})
-
-    def _leased(self, call: Call) -> tuple[Job, Segment]:
-        job, _ = self._store.worker_of(call.session)
-        leased = {key for lease in call.session.leases for key in job.versions[self._store.leases[lease].key].segments}
-        segment = job.segments.get(call.arguments["id"])
-        if segment is None or segment.id not in leased or not segment.borrowed:
-            raise VersionUnavailable(f"{job.name}: its writer has taken back the memory that this version was in")
-        return job, segment
 
     def _drop(self, segment_id: str, number: int, fd: int) -> None:
         """Closes what was not taken, and forgets memory that is given up."""

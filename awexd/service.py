@@ -217,14 +217,21 @@ class Service:
             pinned = parking.pinned_by(job, writer.rank)
             if pinned is not None and segment_id in pinned.segments:
                 return job.segments[segment_id], False
-        if session.worker:
-            job, _ = self.store.worker_of(session)
-            leased = {key for lease in session.leases for key in job.versions[self.store.leases[lease].key].segments}
-            if segment_id in leased and segment_id not in job.segments:
-                raise VersionUnavailable(f"{job.name}: its writer has taken back the memory that this version was in")
-            if segment_id in leased:
-                return job.segments[segment_id], False
+        if session.worker and segment_id in self.store.leased_segments(session):
+            return self.leased(session, segment_id), False
         raise AccessDenied(f"segment {segment_id}: neither written nor leased by this session")
+
+    def leased(self, session: Session, segment_id: str) -> Segment:
+        """A segment of a version that this worker has leased.
+
+        Raises:
+            VersionUnavailable: it is not leased, or was borrowed and is taken back.
+        """
+        job, _ = self.store.worker_of(session)
+        if segment_id in self.store.leased_segments(session) and segment_id in job.segments:
+            return job.segments[segment_id]
+        text = f"{job.name}: its writer has taken back the memory that this version was in"
+        raise VersionUnavailable(text, {"taken_back": True})
 
     # internals
 

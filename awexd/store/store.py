@@ -312,6 +312,11 @@ class Store(Lending):
             raise VersionUnavailable(f"{job.name}: the lease of this update has run out; update again")
         return lease.key
 
+    def leased_segments(self, session: Session) -> set[str]:
+        """Of the versions that this session's worker has leased."""
+        job, _ = self.worker_of(session)
+        return {segment for lease in session.leases for segment in job.versions[self.leases[lease].key].segments}
+
     def staged(self, worker: Worker) -> VersionKey | None:
         """The version under lease for the worker's update."""
         session = self.sessions.get(worker.session)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from awexd.manifests import lasting_memfd
-from awexd.protocol import MAX_DEADLINE_MS, MAX_DEVICES
+from awexd.protocol import MAX_DEADLINE_MS, MAX_GPUS
 from awexd_client.checksums import OwnSums, table_of
 from awexd_client.endpoint import Deadline
 from awexd_client.holding import Holding
@@ -219,8 +219,8 @@ class Lender:
         try:
             views = layout.sources(holding)
             described = describe(views, [entry.tensor.name for entry in layout.manifest.pieces])
-            if len(described.uuids) > MAX_DEVICES:
-                raise NotLendable(f"weights on {len(described.uuids)} GPUs; one process lends on {MAX_DEVICES} at most")
+            if len(described.uuids) > MAX_GPUS:
+                raise NotLendable(f"weights on {len(described.uuids)} GPUs; one process lends on {MAX_GPUS} at most")
         except NotLendable as error:
             self._refused = holding, error
             if writer.mode == "auto" and holding.on_device:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
 from abc import abstractmethod
@@ -14,6 +13,7 @@ from awexd.protocol import MAX_GPUS, PHASES
 from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline, Endpoint
 from awexd_client.holding import Holding
 from awexd_client.session import NoAnswer
+from awexd_transports.cuda import driver as cuda
 from awexd_transports.errors import AwexdError, DaemonUnavailable, InvalidArgument
 
 HOST = "host"
@@ -136,15 +136,6 @@ class Phase:
 
 def gpus_of(holding: Holding) -> list[str]:
     """The UUIDs of the GPUs that registered tensors lie on; ``HOST`` where none does."""
-    import torch
-
-    devices = sorted({view.device for view in holding.views if view.device is not None})
-    found = []
-    for device in devices:
-        uuid = None
-        with contextlib.suppress(AttributeError):  # torch before 2.4
-            uuid = torch.cuda.get_device_properties(device).uuid
-        if uuid is None:
-            raise InvalidArgument(f"this torch does not tell the UUID of cuda:{device}; name it with gpus=")
-        found.append(f"GPU-{uuid}")
-    return found or [HOST]
+    found = {device for view in holding.views if (device := cuda.driver.device_of(view)) is not None}
+    uuids = cuda.driver.devices() if found else []
+    return [uuids[device] for device in sorted(found)] or [HOST]

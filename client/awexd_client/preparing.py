@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-from awexd.protocol import MAX_DEADLINE_MS, MAX_DEVICES, MAX_KEEP
+from awexd.protocol import MAX_DEADLINE_MS, MAX_GPUS, MAX_KEEP
 from awexd_client.endpoint import Deadline
 from awexd_client.holding import Holding
 from awexd_client.mappings import Segment
@@ -125,7 +125,7 @@ class Preparing(Phased):
     def _devices(self, holding: Holding) -> list[str]:
         """UUIDs of the GPUs whose memory this process can open; none where it does not want to."""
         on_device = any(cuda.driver.device_of(view) is not None for view in holding.views)
-        return cuda.driver.devices()[:MAX_DEVICES] if self.mode != "host" and on_device else []
+        return cuda.driver.devices()[:MAX_GPUS] if self.mode != "host" and on_device else []
 
     def _watch_drops(self) -> None:
         """Closes what was lent as soon as its owner wants it back, also while nothing is asked for here."""

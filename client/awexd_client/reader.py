@@ -18,6 +18,7 @@ from awexd_client.session import Asked
 from awexd_client.updates import Staged, State, TakenBack, UpdateResult, load_of_engine
 from awexd_client.verify import Checkpoint, Progress, Verified, verify
 from awexd_transports.errors import (
+    AccessDenied,
     AwexdError,
     DaemonUnavailable,
     DeadlineExceeded,
@@ -277,20 +278,26 @@ class WorkerWeightsReader(Preparing):
         """``resolved``: what an earlier try of this call was given, by a daemon that is gone; siblings may have it."""
         while True:
             try:
-                staged = self._stage(resolved[-1] if resolved else step, deadline)
-            except (VersionUnavailable, EpochChanged):
-                if not resolved:
-                    raise
-                staged = self._stage(step, deadline)
-            resolved.append(staged.step)
-            if given_up is not None and given_up.is_set():
-                self._release(staged.lease)
-                raise DeadlineExceeded(f"{self.job}: the caller gave this update up before it touched anything")
-            try:
+                staged = self._stage_resolved(step, resolved, deadline)
+                if given_up is not None and given_up.is_set():
+                    self._release(staged.lease)
+                    raise DeadlineExceeded(f"{self.job}: the caller gave this update up before it touched anything")
                 return self._apply(staged, deadline)
             except TakenBack:
                 if not deadline.left():
                     raise
+
+    def _stage_resolved(self, step: int | None, resolved: list[int], deadline: Deadline) -> Staged:
+        try:
+            staged = self._stage(resolved[-1] if resolved else step, deadline)
+        except TakenBack:
+            raise
+        except (VersionUnavailable, EpochChanged):
+            if not resolved:
+                raise
+            staged = self._stage(step, deadline)
+        resolved.append(staged.step)
+        return staged
 
     def _stage(self, step: int | None, deadline: Deadline) -> Staged:
         if step is not None:
@@ -305,6 +312,10 @@ class WorkerWeightsReader(Preparing):
                 prepared.fill_aside(sharing=self.world_size)
         except BaseException as error:
             self._release(answer["lease"], error=error)
+            # Just leased: if the daemon does not know of that any more, the trainer has given this attempt up.
+            if answer["borrowed"] and (isinstance(error, AccessDenied) or _is_taken_back(error)):
+                taken = f"{self.job}: step {answer['step']} was taken back by its trainer; nothing was touched"
+                raise TakenBack(taken) from error
             raise
         self._leased = answer["lease"]
         return Staged(
@@ -424,6 +435,10 @@ class WorkerWeightsReader(Preparing):
         if error is not None:
             setattr(error, _TOLD, True)
         self._tell("read.release", lease=lease, dirty=dirty, error=told(error))
+
+
+def _is_taken_back(error: BaseException) -> bool:
+    return isinstance(error, AwexdError) and bool(error.details.get("taken_back"))
 
 
 def _reasons(weights: EngineWeights) -> list[list[str | int]]:

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from awexd_client.holding import Holding
 from awexd_client.tables import Segments, Sources, Tables, build, comparison
 from awexd_transports.copy import CopyTable, Row
+from awexd_transports.cuda.bits import differs
 from awexd_transports.layout import Manifest
 from awexd_transports.plan import plan
 from awexd_transports.view import View
-
-if TYPE_CHECKING:
-    import torch
-
-CHUNK = 64 << 20
-"""Bytes of a device's memory that a comparison there takes."""
 
 
 @dataclass(frozen=True)
@@ -94,27 +88,3 @@ class Source:
 def _differ_on_device(rows: Sequence[Row]) -> bool:
     """Whether a live device tensor among these differs; compared there, a part at a time."""
     return any(row.destination.device is not None and differs(row.destination, row.source) for row in rows)
-
-
-def differs(live: View, held: View) -> bool:
-    """Whether two views of one shape and dtype have any bit different; compared where ``live`` is."""
-    import torch
-
-    with torch.inference_mode(False):
-        one, other = _bits(live.tensor()), _bits(held.tensor())
-        rows = max(1, CHUNK * one.shape[0] // max(1, live.nbytes))
-        found = torch.zeros((), dtype=torch.bool, device=one.device)
-        for at in range(0, one.shape[0], rows):
-            found |= (one[at : at + rows] != other[at : at + rows].to(one.device)).any()
-        return bool(found)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Its elements as integers, with one dimension at least: NaN is not itself, and zeros have signs."""
-    import torch
-
-    if tensor.element_size() == 16:
-        tensor = torch.view_as_real(tensor)
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = tensor.detach().view(integers[tensor.element_size()])
-    return bits if bits.dim() else bits[None]

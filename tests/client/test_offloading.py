@@ -21,7 +21,7 @@ from awexd_client import (
     WorkerWeightsReader,
     aio,
 )
-from awexd_client.unchanged import differs
+from awexd_transports.cuda.bits import differs
 from awexd_transports.view import View
 from tests.client.samples import weights
 from tests.client.test_parking import bits, no_more_memory, sizes

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from awexd_transports.cuda import gather
+from awexd_transports.cuda.bits import differs
 from awexd_transports.cuda.checks import DeviceChecks, item_of
 from awexd_transports.cuda.gather import Gather
 from awexd_transports.cuda.peers import reaches
@@ -39,7 +40,6 @@ LONG = 1 << 20
 """Bytes of a run from which on a DMA of its own pays."""
 _BEFORE = -1
 """The group of checksums that are summed from the beginning on: of what goes down. The others' are their batches."""
-_INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 SUMMING = 32
 """Threads that only read and sum: more of them pay than of those that copy."""
 
@@ -254,13 +254,8 @@ def _host_side(row: Row) -> Row:
 
 def _equal(row: Row) -> bool:
     """Whether one device has both sides, and they are the same bits."""
-    import torch
-
     to, of = row.destination, row.source
-    if None in (to.device, of.device) or to.device != of.device or to.dtype != of.dtype or to.itemsize not in _INTEGERS:
-        return False
-    bits = getattr(torch, _INTEGERS[to.itemsize])
-    return torch.equal(to.tensor().view(bits), of.tensor().view(bits))
+    return to.device is not None and to.device == of.device and to.dtype == of.dtype and not differs(to, of)
 
 
 def _in_host(view: View) -> View:
