@@ -210,10 +210,12 @@ class Lender:
             NotLendable: why it cannot be.
         """
         writer = self._writer
-        holding, layout = writer._holding, writer._segment
-        if self._lent is not None and self._lent.holding is holding and self._lent.layout is layout:
+        layout = writer._segment
+        if self._lent is not None and self._lent.holding is writer._holding and self._lent.layout is layout:
             return self._lent
         self.revoke(deadline)
+        writer._refresh()  # CUDA knows nothing of memory that was given back meanwhile
+        holding = writer._holding
         if self._refused is not None and self._refused[0] is holding:
             raise self._refused[1]
         try:

@@ -301,6 +301,26 @@ def test_tensors_rebound_between_steps_are_lent_where_they_are(node: Node, how: 
     assert node.job()["last_step"] == 5
 
 
+GIVEN_BACK = """
+old = dict(getattr(gpu, "allocations", {}))
+moved = gpu.tensors(live)
+for name, tensor in moved.items():
+    live[name].data = tensor
+for base in old:
+    del gpu.allocations[base]
+if torch.cuda.is_available():
+    torch.cuda.empty_cache()
+"""
+
+
+def test_tensors_whose_memory_was_given_back_before_they_were_ever_lent(node: Node) -> None:
+    trainer, engine = node.trainer(), node.engine()
+    trainer.do(GIVEN_BACK)
+    trainer.do(PUBLISH.format(1))
+    assert engine.do(UPDATE.format(1))[-1] == expected(1, 4)
+    trainer.do(CAPTURED)
+
+
 def test_trainer_and_engine_in_one_process(node: Node) -> None:
     both = node.trainer()
     given = {"engine": "e", "rank": 0, "size": 1, "rows": 4, "mode": "direct", "verify": "checksum"}

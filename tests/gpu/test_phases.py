@@ -66,7 +66,7 @@ def test_park_gives_the_memory_back_and_restore_every_bit(writer: WeightWriter) 
         assert torch.cuda.memory_reserved() <= held - whole + 8 * MIB  # without a call of ours to empty_cache
         writer.restore("optimizer")
         assert equal(tensors, before)
-        assert torch.cuda.memory_reserved() >= start + whole
+        assert torch.cuda.memory_reserved() >= start + whole - 2 * MIB  # short ones fit in what is reserved already
     tensors["again"][0] = 7.0
     assert tensors["left"][0] == 7.0
 
