@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+from awexd_transports.cells import grid
 from awexd_transports.copy import CopyTable, Difference, Row, View
-from awexd_transports.cuda import gather
+from awexd_transports.cuda import gather, intake
 from awexd_transports.cuda.copies import BATCH
-from awexd_transports.cuda.ring import HALF
+from awexd_transports.cuda.ring import HALF, Ring
 from awexd_transports.dtypes import ITEMSIZE
 from awexd_transports.errors import InvalidArgument
+from awexd_transports.kernel import Sums
 
 Cut = Callable[[torch.Tensor], torch.Tensor]
 CUTS: dict[str, Cut] = {
@@ -210,15 +214,105 @@ def test_kernel_moves_any_strides(dims: int, source: str) -> None:
     assert table.first_difference() is None
 
 
-def test_device_gathers_what_is_strided_or_short_and_copies_what_is_long() -> None:
-    long, short = torch.randn(2 << 20).pin_memory(), torch.randn(100).pin_memory()
-    targets = [torch.zeros_like(tensor, device="cuda") for tensor in (long, short)]
-    table = CopyTable([(View.of(to), View.of(of)) for to, of in zip(targets, (long, short), strict=True)])
+def test_what_is_long_is_copied_and_what_little_is_wanted_of_is_read_in_place() -> None:
+    long, wide = torch.randn(4 << 20).pin_memory(), torch.randn(64, 4096).pin_memory()
+    sources = (long, wide[:, :1000])
+    targets = [torch.zeros(tensor.shape, device="cuda") for tensor in sources]
+    table = CopyTable([(View.of(to), View.of(of)) for to, of in zip(targets, sources, strict=True)])
     assert table._away is not None
     assert [len(batch.pairs) for batch in table._away._batches] == [1]
-    assert [one.tiles(0) for one in table._away._gathers.values()] == [1]
+    (up,) = table._away._intakes
+    assert up.pace is None, "nothing was worth being measured"
+    assert [one.tiles(0) > 0 for one in table._away._gathers.values()] == [True]
     table.run()
-    assert all(same_bytes(to, of) for to, of in zip(targets, (long, short), strict=True))
+    assert all(same_bytes(to, of) for to, of in zip(targets, sources, strict=True))
+
+
+@pytest.mark.parametrize("pace", [0.0, 1.0], ids=["ring", "in place"])
+@pytest.mark.parametrize("summed", [False, True])
+def test_what_goes_up_by_either_way_arrives(pace: float, summed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than the ring takes at once: short rows, parts of rows, casts; again and again, from two threads too."""
+    measured = intake._pace
+    paces: list[float] = []
+
+    def forced(ring: Ring, worth: Sequence[intake.Chunk]) -> float:
+        paces.append(measured(ring, worth))
+        return pace
+
+    monkeypatch.setattr(intake, "_pace", forced)
+    held = torch.randint(0, 1 << 30, (3 * HALF // 4,), dtype=torch.int32).pin_memory()
+    parts = [held[at : at + 30_000].view(100, 300) for at in range(0, len(held) - 30_000, 30_016)]
+    sources = [part[:, 10:] if number % 3 == 0 else part for number, part in enumerate(parts)]
+    targets = [torch.zeros(of.shape, dtype=torch.int32, device="cuda") for of in sources]
+    views = [replace(View.of(of), owner=held) for of in sources]
+    rows = [Row(View.of(to), of, f"w{at}") for at, (to, of) in enumerate(zip(targets, views, strict=True))]
+    floats = torch.randn(1000, 500).pin_memory()
+    narrow = torch.zeros(1000, 500, dtype=torch.bfloat16, device="cuda")
+    rows.append(Row(View.of(narrow), View.of(floats), "cast", cast=True))
+    if summed:
+        rows = [summed_row(row, part) for row, part in zip(rows, parts, strict=False)]
+    table = CopyTable(rows)
+    for _ in range(3):
+        for to in targets:
+            to.zero_()
+        table.run()
+        assert table.wrong() is None
+        assert all(same_bytes(to, of) for to, of in zip(targets, sources, strict=True))
+        held.add_(0 if summed else 1)
+    if not summed:
+        assert same_bytes(narrow, floats.bfloat16())
+        with ThreadPoolExecutor(2) as pool:
+            other = CopyTable(rows)
+            list(pool.map(lambda one: one.run(), (table, other)))
+        assert table.first_difference() is None
+    assert len(paces) <= 2
+    assert all(0.2 < one < 2 for one in paces), paces
+
+
+def summed_row(row: Row, piece: torch.Tensor) -> Row:
+    """With the checksums of the whole piece, a part of which it is; they are kept with the row."""
+    whole = View.of(piece)
+    table = np.zeros(grid(whole.shape, whole.itemsize).cells, np.int64)
+    offset = 10 if row.source.shape != whole.shape else 0
+    stored = Sums(whole.shape, (0, 0), whole.shape, (), table.ctypes.data)
+    CopyTable([Row(View.of(torch.zeros(whole.shape, dtype=torch.int32)), whole, sums=stored)]).run()
+    owner = [row.source.owner, table, piece]
+    source = View(row.source.address, row.source.shape, row.source.strides, row.source.dtype, owner)
+    return Row(row.destination, source, row.label, sums=replace(stored, low=(0, offset), piece=whole))
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_what_is_copied_within_a_device_is_summed_in_that_pass(cast: bool) -> None:
+    """Boxes of a piece that another process has, into tensors of any strides; a wrong element is told by its tile."""
+    piece = torch.randn(600, 1110, device="cuda").to(torch.bfloat16)
+    whole = View.of(piece)
+    table = np.zeros(grid(whole.shape, 2).cells, np.int64)
+    sums = Sums((700, 2000), (50, 333), whole.shape, (), table.ctypes.data)
+    stored = torch.zeros(600, 1110, dtype=torch.bfloat16)
+    CopyTable([Row(View.of(stored), whole, sums=sums)]).run()
+    boxes = [(0, 0, 600, 555), (0, 555, 600, 1110), (37, 100, 38, 101), (100, 3, 599, 1109)]
+    rows: list[Row] = []
+    targets = []
+    for a, b, c, d in boxes:
+        around = torch.zeros(d - b + 3, c - a + 2, dtype=torch.float32 if cast else torch.bfloat16, device="cuda")
+        to = around[3:, 2:].t() if len(rows) % 2 else torch.zeros_like(around)[3:, 2:].t().contiguous()
+        targets.append((to, piece[a:c, b:d]))
+        seen = addressed(piece).sub([slice(a, c), slice(b, d)])
+        own = None if cast else replace(sums, low=(a, b), piece=addressed(piece))
+        rows.append(Row(View.of(to), seen, f"w{a}", cast, sums=own))
+    copies = CopyTable(rows)
+    assert copies._away is not None
+    assert bool(copies._away._gathers) == cast, "one pass"
+    for _ in range(2):
+        copies.run()
+        assert copies.wrong() is None
+        assert all(torch.equal(to, of.to(to.dtype)) for to, of in targets)
+    if not cast:
+        piece[300, 700] += 1
+        copies.run()
+        found = copies.wrong()
+        assert found is not None
+        assert found[0] in rows
 
 
 def rows_down(count: int, host: torch.Tensor, seed: int) -> tuple[list[Row], list[torch.Tensor], torch.Tensor]:

@@ -108,11 +108,29 @@ def summed() -> tuple[Summed, torch.Tensor]:
     return item, held
 
 
+def target(like: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor of zeros, dimensions in any order, and a box in it of that shape."""
+    order = torch.randperm(like.ndim).tolist() if drawn(0, 1) else list(range(like.ndim))
+    around = torch.zeros([like.shape[axis] + 4 * drawn(0, 1) for axis in order], dtype=dtype)
+    inside = around[tuple(slice(0, like.shape[axis]) for axis in order)]
+    return around, inside.permute([order.index(axis) for axis in range(like.ndim)])
+
+
 def sums(count: int = 40) -> None:
-    """Against ``digest``, cell by cell: boxes with any strides, parts of pieces, several at once and in groups."""
-    taken = 0
+    """Against ``digest``, cell by cell: boxes with any strides, parts of pieces, several at once and in groups.
+
+    Some are copied too.
+    """
+    taken = moved = 0
     for _ in range(count):
         made = [one for one in (summed() for _ in range(drawn(1, 4))) if takes(one[0])]
+        targets = []
+        for number, (item, held) in enumerate(made):
+            around, into = target(held, held.dtype)
+            both = item._replace(into=View.of(into))
+            if drawn(0, 2) and takes(both):
+                made[number] = both, held
+                targets.append((around, into, held))
         groups = [drawn(0, 2) for _ in made]
         found = DeviceSums([item for item, _ in made], groups)
         for _ in range(2):
@@ -124,9 +142,15 @@ def sums(count: int = 40) -> None:
                     expected.append(digest(View.of(held).sub(cut), item.tensor, place))
                     taken += 1
             assert found.run().tolist() == expected, [(item, item.view.strides) for item, _ in made]
+            for around, into, held in targets:
+                assert torch.equal(bits(into), bits(held)), (into.stride(), held.stride(), held.dtype)
+                assert int(around.count_nonzero()) == int(held.count_nonzero()), "a neighbour was written"
+                around.zero_()
+                moved += 1
             for _, held in made:
                 held[...] = held.flip(0) if held.ndim else torch.ones((), dtype=held.dtype)
     assert taken > count
+    assert moved > count // 2
     long = torch.randint(0, 1 << 62, (400_000,))
     for before in (0, SPAN - 1000):  # along a row longer than a span the words' weights begin again
         item = Summed(View.of(long), (before + len(long),), (before,))
@@ -202,6 +226,10 @@ def cast_sums() -> None:
             into = source.to(to).contiguous()
             expected = DeviceSums([Summed(View.of(into), tuple(into.shape), (0,) * into.ndim)]).run()
             assert DeviceSums([item]).run().tolist() == expected.tolist(), (of, to, shape)
+            made = torch.zeros(source.shape, dtype=to)
+            moved = item._replace(into=View.of(made))
+            assert DeviceSums([moved]).run().tolist() == expected.tolist(), (of, to, shape)
+            assert torch.equal(made, into), (of, to, shape)
 
 
 def main() -> None:

@@ -25,6 +25,16 @@ if TYPE_CHECKING:
 _OFFSET = np.uint64(CHECKSUM_OFFSET)
 
 
+def moved_of(row: Row) -> Summed | None:
+    """This row, of which one device reads both sides, as a sum that copies it; None where it is none."""
+    sums: Sums | None = row.sums
+    if sums is None or sums.piece is None or not gather.available():
+        return None
+    dtype = None if row.destination.dtype == row.source.dtype else row.destination.dtype
+    item = Summed(row.source, sums.tensor, sums.origin, sums.shape, sums.low, dtype, row.destination)
+    return item if takes(item) else None
+
+
 def item_of(row: Row, *, cast: bool = False) -> Summed | None:
     """What of this row a device sums: its source if it goes down, else its destination; None where the host must.
 

@@ -1,9 +1,10 @@
 """Copies to, from and between CUDA devices, and their checksums.
 
-A long run without gaps between a device and host memory is one DMA. Where Triton is there, a device gathers in one
-launch what is strided or short in host memory registered with CUDA (``gather``), and whatever another device has, or
-another process on its own; what is strided, short or cast on a device goes down through a ring (``ring``); and devices
-sum what they send, and what has arrived (``checks``). All else torch copies, and the C library sums the host's side:
+A long run without gaps between a device and host memory is one DMA. Where Triton is there, and host memory is
+registered with CUDA, what is strided, short or cast goes down through a ring on the device (``ring``) and up through it
+or in one launch that reads it in place, whichever is faster (``intake``); whatever another device has, or another
+process on its own, is one launch (``gather``), which sums it too where it has checksums (``sums``); and devices sum
+what they send, and what has arrived (``checks``). All else torch copies, and the C library sums the host's side:
 downwards a batch once it has arrived, upwards while it travels.
 Everything is done when ``run`` returns, on every stream of the devices: what a trainer or an engine has in flight there
 comes before, what it does afterwards sees the new bytes.
@@ -17,9 +18,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from awexd_transports.cuda import gather
-from awexd_transports.cuda.bits import differs
-from awexd_transports.cuda.checks import DeviceChecks, item_of
+from awexd_transports.cuda.bits import differs, fetched
+from awexd_transports.cuda.checks import DeviceChecks, item_of, moved_of
 from awexd_transports.cuda.gather import Gather
+from awexd_transports.cuda.intake import Intake, Up
 from awexd_transports.cuda.peers import reaches
 from awexd_transports.cuda.ring import Down, Drain, packed
 from awexd_transports.cuda.sums import Summed
@@ -36,8 +38,8 @@ BATCH = 64 << 20
 BATCHES = 16
 """What comes or goes is summed in about so many parts, of BATCH bytes at least, while the next ones travel: beginning a
 part takes up to a millisecond, and the last part is summed alone."""
-LONG = 1 << 20
-"""Bytes of a run from which on a DMA of its own pays."""
+LONG = 8 << 20
+"""Bytes of a run from which on a DMA of its own pays: half of what a ring's takes."""
 _BEFORE = -1
 """The group of checksums that are summed from the beginning on: of what goes down. The others' are their batches."""
 SUMMING = 32
@@ -82,26 +84,33 @@ class DeviceCopies:
         gathered: dict[int, list[list[tuple[View, View]]]] = defaultdict(list)
         checked: list[tuple[Row, Summed, int]] = []
         downs: dict[int, list[Down]] = defaultdict(list)
+        ups: dict[int, dict[int, list[Up]]] = defaultdict(lambda: defaultdict(list))
         for batch, ringed in _batched(rows):
             number, down = len(self._batches), _comes_down(batch[0])
             pairs, summed = [], []
             for row in batch:
                 device = None if down else _gathers(row)
-                if ringed and row.source.device is not None:
+                item = item_of(row, cast=ringed)
+                if device is not None and row.source.device is not None and (moved := moved_of(row)):
+                    item = moved
+                elif ringed and row.source.device is not None:
                     downs[row.source.device].append(Down(row.destination, row.source, row.padding))
                 elif device is None:
                     pairs.append((row.destination.tensor(), row.source.tensor()))
+                elif row.source.device is None:
+                    ups[device][number].append(Up(row.destination, row.source))
                 else:
-                    groups = gathered[device]
-                    groups += ([] for _ in range(number + 1 - len(groups)))
-                    groups[number].append((row.destination, row.source))
-                item = item_of(row, cast=ringed)
+                    _group(gathered[device], number).append((row.destination, row.source))
                 if item:
                     checked.append((row, item, _BEFORE if down else number))
                 elif row.sums:
                     summed.append(_host_side(row))
             after = [row.after for row in batch if row.after]
             self._batches.append(_Batch(batch, pairs, ringed, table(summed), after, down))
+        self._intakes = [Intake(groups, device) for device, groups in ups.items()]
+        for device, intake in zip(ups, self._intakes, strict=True):
+            for number, in_place in intake.in_place.items():
+                _group(gathered[device], number).extend(in_place)
         self._gathers = {device: Gather(groups, f"cuda:{device}") for device, groups in gathered.items()}
         self._drains = [Drain(each, device) for device, each in downs.items()]
         self._checks = DeviceChecks(checked) if checked else None
@@ -156,6 +165,7 @@ class DeviceCopies:
 
     def _send(self, number: int, batch: _Batch) -> Sequence[Any]:
         """Starts a batch's copies; events of their end, if somebody waits for that."""
+        taken = [event for intake in self._intakes if (event := intake.launch(number))]
         for each in self._gathers.values():
             each.launch(number)
         for to, of in batch.pairs:
@@ -165,7 +175,7 @@ class DeviceCopies:
         if batch.down:
             return self._events() if batch.awaited else ()
         if self._checks:
-            self._checks.launch(number, self._events())
+            self._checks.launch(number, [*taken, *self._events()])
         return ()
 
     def _events(self) -> list[Any]:
@@ -184,6 +194,12 @@ class DeviceCopies:
 
         for device in self._devices:
             torch.cuda.synchronize(device)
+
+
+def _group(groups: list[list[tuple[View, View]]], number: int) -> list[tuple[View, View]]:
+    """The one of that number; those before it are made, too."""
+    groups += ([] for _ in range(number + 1 - len(groups)))
+    return groups[number]
 
 
 def _batched(rows: Iterable[Row]) -> Iterator[tuple[list[Row], bool]]:
@@ -259,4 +275,4 @@ def _equal(row: Row) -> bool:
 
 
 def _in_host(view: View) -> View:
-    return view if view.device is None else View.of(view.tensor().cpu())
+    return view if view.device is None else View.of(fetched(view, view.device).cpu())

@@ -122,8 +122,8 @@ def _parts(to: View, of: View, room: int, dim: int = 0) -> Iterator[tuple[View, 
 
 
 @dataclass(slots=True)
-class _Half:
-    """``full``: what was gathered last is there; ``free``: it has gone down."""
+class Half:
+    """``full``: what it was filled with last is there; ``free``: it is no longer needed."""
 
     memory: torch.Tensor
     full: Any
@@ -131,7 +131,10 @@ class _Half:
 
 
 class Ring:
-    """Two halves on a device, and the streams that fill and empty them. Any thread may use it: chunk after chunk."""
+    """Two halves on a device, and the streams that fill and empty them. Any thread may use it: chunk after chunk.
+
+    What goes up (``intake``) uses it too: ``sending`` fills the halves then, ``gathering`` empties them.
+    """
 
     def __init__(self, device: int) -> None:
         import torch
@@ -141,7 +144,7 @@ class Ring:
         """Held while a chunk is begun: the next one to take its half, of whatever table, waits for it on the device."""
         with torch.inference_mode(False):
             self.halves = [
-                _Half(
+                Half(
                     torch.empty(HALF, dtype=torch.uint8, device=f"cuda:{device}"),
                     torch.cuda.Event(),  # type: ignore[no-untyped-call]
                     torch.cuda.Event(),  # type: ignore[no-untyped-call]
@@ -187,7 +190,7 @@ class Drain:
             done.record(self._ring.sending)
         return done
 
-    def _half(self, number: int) -> _Half:
+    def _half(self, number: int) -> Half:
         return self._ring.halves[number % len(self._ring.halves)]
 
     def _pass(self, number: int) -> None:

@@ -14,24 +14,24 @@ if TYPE_CHECKING:
     import torch
 
 _ROWS, _SPANS, _WORDS = (tl.constexpr(key) for key in (digest.ROWS, digest.SPANS, digest.WORDS))
+WARPS = 1
+"""Of a program. With four, which meet at every reduction, it took twice as long."""
 _SPAN_BITS, _IN_SPAN = tl.constexpr(digest.SPAN.bit_length() - 1), tl.constexpr(digest.SPAN - 1)
 
 
-def launch(
-    table: torch.Tensor, found: torch.Tensor, first: int, count: int, of: str, to: str, block: tuple[int, int]
-) -> None:
+def launch(table: torch.Tensor, found: torch.Tensor, of: str, to: str, block: tuple[int, int]) -> None:
     """One program a tile, on the current stream of the device that is current; adds to ``found``.
 
     Args:
-        table: int64 [tiles, 8], on the device: see ``sums``.
+        table: int64 [tiles, 8], on the device: see ``sums``. [tiles, 11]: what is summed is copied too.
         found: int64 [cells].
-        first, count: the tiles that are summed.
         of, to: floats that are cast first; or both the bytes of an item, which is summed as it is.
         block: rows and columns that a program sums at once.
     """
+    tiles, fields = table.shape
     size = SIZES.get(to) or int(to)
-    item = INTS[SIZES.get(of) or int(of)]
-    _sum[(count,)](table, found, first, item, of, to, size, *block, **OPTIONS)
+    items = (INTS[SIZES.get(kind) or int(kind)] for kind in (of, to))
+    _sum[(tiles,)](table, found, *items, of, to, size, fields, *block, num_warps=WARPS, **OPTIONS)
 
 
 @triton.jit
@@ -43,20 +43,21 @@ def _mix(key, number):  # type: ignore[no-untyped-def]
     return (z ^ (z >> 31)) | 1
 
 
-@triton.jit(do_not_specialize=["first"])  # type: ignore[untyped-decorator]
+@triton.jit  # type: ignore[untyped-decorator]
 def _sum(  # type: ignore[no-untyped-def]
     table,
     found,
-    first,
-    ITEM: tl.constexpr,
+    ITEM_OF: tl.constexpr,
+    ITEM_TO: tl.constexpr,
     OF: tl.constexpr,
     TO: tl.constexpr,
     SIZE: tl.constexpr,
+    FIELDS: tl.constexpr,
     HIGH: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    tile = table + (first + tl.program_id(0)).to(tl.int64) * 8
-    of = tl.load(tile).to(tl.pointer_type(ITEM))
+    tile = table + tl.program_id(0).to(tl.int64) * FIELDS
+    of = tl.load(tile).to(tl.pointer_type(ITEM_OF))
     extents = tl.load(tile + 1)
     rows = (extents >> 32).to(tl.int32)
     columns = (extents & 0xFFFFFFFF).to(tl.int32)
@@ -65,6 +66,10 @@ def _sum(  # type: ignore[no-untyped-def]
     number = tl.load(tile + 4).to(tl.uint64)
     number_step = tl.load(tile + 5).to(tl.uint64)
     place = tl.load(tile + 6).to(tl.uint64)
+    if FIELDS > 8:
+        to = tl.load(tile + 8).to(tl.pointer_type(ITEM_TO))
+        to_row = tl.load(tile + 9)
+        to_column = tl.load(tile + 10)
     total = tl.zeros([WIDE], tl.uint64)
     for left in range(0, columns, WIDE):
         column = left + tl.arange(0, WIDE)
@@ -77,6 +82,9 @@ def _sum(  # type: ignore[no-untyped-def]
             held = tl.load(of + at, mask=inside, other=0)
             if OF != TO:
                 held = cast(held, OF, TO)
+            if FIELDS > 8:
+                into = row.to(tl.int64)[:, None] * to_row + column.to(tl.int64)[None, :] * to_column
+                tl.store(to + into, held, mask=inside)
             if SIZE == 1:
                 bits = held.to(tl.uint8, bitcast=True).to(tl.uint64)
             elif SIZE == 2:
