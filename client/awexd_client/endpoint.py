@@ -205,9 +205,9 @@ class Endpoint(ABC):
         return self._maps.get(wanted, lambda ids: self._open_segments(ids, deadline))
 
     def _open_lent(
-        self, wanted: Sequence[tuple[str, int]], manifests: Sequence[Manifest], deadline: Deadline
+        self, wanted: Sequence[tuple[str, int]], manifests: Sequence[Manifest], device: int | None, deadline: Deadline
     ) -> list[Opened]:
-        """The same of borrowed segments, with the manifest of each."""
+        """The same of borrowed segments, with the manifest of each, for that device to read."""
 
         def fetch(segment: str, first: int, count: int) -> list[int]:
             found: list[int] = []
@@ -216,7 +216,7 @@ class Endpoint(ABC):
                 found += self._call("segment.chunks", more, deadline.left())[1]
             return found
 
-        return self._maps.open(wanted, manifests, lambda ids: self._open_segments(ids, deadline), fetch)
+        return self._maps.open(wanted, manifests, lambda ids: self._open_segments(ids, deadline), fetch, device)
 
     def _surviving(self, action: Callable[[Deadline], T], deadline: Deadline) -> T:
         """Runs ``action``; where the daemon goes away, again on a connection to the next one."""

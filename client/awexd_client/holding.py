@@ -12,6 +12,7 @@ from awexd_client.adapters.registry import watch, weights_of
 from awexd_client.adapters.watch import Watch
 from awexd_transports.copy import View, overlapping
 from awexd_transports.cuda import driver as cuda
+from awexd_transports.cuda import gather
 from awexd_transports.dtypes import dtype_name
 from awexd_transports.errors import InvalidArgument, ManifestMismatch
 from awexd_transports.layout import Box, Entry, Manifest, Shard, TensorSpec
@@ -73,6 +74,12 @@ class Holding:
     def on_device(self) -> bool:
         """Whether a part of it lies in a device's memory."""
         return any(view.device is not None for view in self.views)
+
+    @property
+    def reading_device(self) -> int | None:
+        """The one device that has all of it and copies by a kernel, which reads whatever it can address."""
+        devices = {view.device for view in self.views}
+        return devices.pop() if len(devices) == 1 and gather.available() else None
 
     @property
     def node(self) -> int | None:

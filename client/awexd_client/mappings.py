@@ -124,14 +124,15 @@ class Mappings:
         manifests: Sequence[Manifest],
         open_segments: OpenSegments,
         fetch: Callable[[str, int, int], list[int]],
+        device: int | None,
     ) -> list[Opened]:
         """The same of segments that are borrowed: the memory that their descriptions name, opened.
 
-        ``fetch``: asks for a segment's chunks, from that number on so many.
+        ``fetch``: asks for a segment's chunks, from that number on so many. ``device``: see ``Opened``.
         """
 
         def make(at: int, fd: int) -> Opened:
-            return Opened(fd, wanted[at][1], manifests[at], partial(fetch, wanted[at][0]))
+            return Opened(fd, wanted[at][1], manifests[at], partial(fetch, wanted[at][0]), device=device)
 
         return self._get(wanted, open_segments, make)
 

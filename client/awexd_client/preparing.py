@@ -101,7 +101,9 @@ class Preparing(Phased):
         sources = self._sources_of(set_digest, deadline)
         wanted = [(segments[rank][0], segments[rank][1]) for rank in sources.ranks]
         found: Sequence[Segment] = (
-            self._open_lent(wanted, [sources.manifests[rank] for rank in sources.ranks], deadline)
+            self._open_lent(
+                wanted, [sources.manifests[rank] for rank in sources.ranks], self._holding.reading_device, deadline
+            )
             if lent
             else self._map(wanted, deadline)
         )

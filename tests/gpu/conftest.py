@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -18,5 +20,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def context() -> None:
     """CUDA's own descriptors and threads are there before a test counts any."""
-    if torch.cuda.is_available():
-        torch.zeros(1, device="cuda").cpu()
+    ones = [torch.ones(1, device=device) for device in range(torch.cuda.device_count())]
+    for one, other in itertools.permutations(ones, 2):
+        one.copy_(other)
+    for one in ones:
+        one.cpu()

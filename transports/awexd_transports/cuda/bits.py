@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from awexd_transports.cuda import driver as cuda
+from awexd_transports.cuda import gather
 from awexd_transports.view import View
 
 if TYPE_CHECKING:
@@ -14,16 +16,34 @@ CHUNK = 64 << 20
 
 
 def differs(live: View, held: View) -> bool:
-    """Whether two views of one shape and dtype have any bit different; compared where ``live`` is."""
+    """Whether two views of one shape and dtype have any bit different; compared on the device where ``live`` is.
+
+    ``held`` may be a peer's memory that only kernels of that device can address.
+    """
     import torch
 
+    if not live.numel:
+        return False
     with torch.inference_mode(False):
-        one, other = _bits(live.tensor()), _bits(held.tensor())
-        rows = max(1, CHUNK * one.shape[0] // max(1, live.nbytes))
-        found = torch.zeros((), dtype=torch.bool, device=one.device)
-        for at in range(0, one.shape[0], rows):
-            found |= (one[at : at + rows] != other[at : at + rows].to(one.device)).any()
+        found = torch.zeros((), dtype=torch.bool, device=f"cuda:{live.device}")
+        extent = live.shape or (1,)
+        rows = max(1, CHUNK * extent[0] // live.nbytes)
+        for at in range(0, extent[0], rows):
+            part = [slice(at, min(extent[0], at + rows)), *(slice(0, n) for n in extent[1:])] if live.shape else []
+            one, other = live.sub(part) if part else live, held.sub(part) if part else held
+            found |= (_bits(one.tensor()) != _bits(fetched(other, live.device))).any()
         return bool(found)
+
+
+def fetched(view: View, device: int | None) -> torch.Tensor:
+    """The same bits in a tensor of that device, which can address them."""
+    import torch
+
+    if not gather.available() or cuda.driver.lies_on(view) == view.device:
+        return view.tensor().to(f"cuda:{device}")
+    copied = torch.empty(view.shape, dtype=getattr(torch, view.dtype), device=f"cuda:{device}")
+    gather.Gather([[(View.of(copied), view)]], f"cuda:{device}").launch()
+    return copied
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,8 @@ CHUNK = 2 << 20
 _POSIX_FD, _DEVICE, _READ_WRITE = 1, 1, 3
 """CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, CU_MEM_LOCATION_TYPE_DEVICE, CU_MEM_ACCESS_FLAGS_PROT_READWRITE (reading
 alone is not supported)."""
+_ORDINAL = 9
+"""CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL."""
 _NO_FLAGS = ctypes.c_uint64(0)
 _LAZY_PEER_ACCESS = 1
 """CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the one flag there is."""
@@ -68,6 +70,14 @@ class CudaDriver:
     def device_of(self, view: View) -> int | None:
         """The device whose memory that is; None: no device's."""
         return view.device
+
+    def lies_on(self, view: View) -> int:
+        """The device that has the memory which ``view.device`` can address."""
+        found = ctypes.c_int()
+        with self._current(view.device):
+            address = ctypes.c_uint64(view.address)
+            self._call("cuPointerGetAttribute", ctypes.byref(found), ctypes.c_int(_ORDINAL), address)
+        return found.value
 
     def allocation(self, view: View) -> tuple[int, int]:
         """Address and bytes of the allocation that a view lies in."""
@@ -120,7 +130,10 @@ class CudaDriver:
         return fd.value
 
     def open_chunks(self, device: int, sizes: Sequence[int], fds: Sequence[int]) -> int:
-        """Maps physical allocations of another process one after another; their address. ``fds`` stay the caller's."""
+        """Maps physical allocations of another process, on that device or a peer of it, one after another for it.
+
+        Returns their address. ``fds`` stay the caller's.
+        """
         address, total = ctypes.c_uint64(), ctypes.c_size_t(sum(sizes))
         zero = ctypes.c_size_t(0)
         with self._current(device):
@@ -150,7 +163,7 @@ class CudaDriver:
             self._unmap(address, sizes, sum(sizes))
 
     def open(self, device: int, handle: bytes) -> int:
-        """The address of another process's allocation in this one; to be closed. ``device``: the one it is on."""
+        """The address, for that device, of another process's allocation on it or on a peer of it; to be closed."""
         address = ctypes.c_uint64()
         with self._current(device):
             given = _Handle.from_buffer_copy(handle)

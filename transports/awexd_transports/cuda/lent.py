@@ -260,15 +260,18 @@ class Opened:
         fd: of its description, which stays the caller's.
         manifest: of the pieces that are described.
         fetch: gives descriptors of so many of its chunks from that number on, which are the caller's then.
+        device: the one that will read, which so sees peers' memory as its own, without a context of this process on
+            them; None: each allocation is opened for the one that it is on.
 
     Raises:
         IntegrityError: it does not describe these pieces.
         VersionUnavailable: CUDA does not open it here.
     """
 
-    def __init__(self, fd: int, nbytes: int, manifest: Manifest, fetch: Fetch) -> None:
+    def __init__(self, fd: int, nbytes: int, manifest: Manifest, fetch: Fetch, *, device: int | None = None) -> None:
         self._driver = cuda.driver
         self._fetch = fetch
+        self._device = device
         self._opened: list[tuple[int, int, tuple[int, ...]]] = []
         self._description = Description(fd, nbytes, manifest, writable=False)
         try:
@@ -324,6 +327,7 @@ class Opened:
             if process == _process.name:
                 bases.append((device, one.base))
                 continue
+            device = device if self._device is None else self._device
             try:
                 if one.chunks:
                     address = self._open_chunks(device, number, one.chunks)

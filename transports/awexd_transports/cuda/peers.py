@@ -14,6 +14,6 @@ def reaches(device: int, other: int) -> bool:
         return True
     if not torch.cuda.can_device_access_peer(device, other):
         return False
-    with torch.inference_mode(False):  # torch enables access when it first copies between two devices
-        torch.empty(1, device=f"cuda:{device}").copy_(torch.empty(1, device=f"cuda:{other}"))
+    with torch.inference_mode(False):  # torch gives a device access to another when it first copies from it to that one
+        torch.empty(1, device=f"cuda:{other}").copy_(torch.empty(1, device=f"cuda:{device}"))
     return True
