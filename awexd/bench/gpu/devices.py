@@ -1,6 +1,6 @@
-"""What a measured process has its weights on: the first GPU that it sees, or, in tests, what a driver plays.
+"""What a measured process has its weights on: a GPU that it sees, or, in tests, what a driver plays.
 
-Both also give the machine's limits: the same bytes in one flat copy within the device, from it, and to it.
+Both also give the machine's limits: the same bytes in one flat copy within the device, from a peer, from it, and to it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 PINNED = 4 << 30
 """Bytes of page-locked memory by which DMA is measured, at most: its rate is that of any larger piece."""
 
+PEERED = 8 << 30
+"""Bytes of what is copied between devices, likewise."""
+
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -32,6 +35,9 @@ class Device(Protocol):
 
     def flat(self, nbytes: int) -> float:
         """Seconds of one copy of so many bytes within the device."""
+
+    def peer(self, nbytes: int) -> float:
+        """Seconds of one copy of so many bytes from the first other device to this one."""
 
     def down(self, nbytes: int) -> float:
         """Seconds of DMA of so many bytes to page-locked memory."""
@@ -53,16 +59,22 @@ class Device(Protocol):
 
 
 class Cuda:
-    """The first GPU. Importing this touches neither it nor torch."""
+    """A GPU by its ordinal; it is made the process's current one. Importing this touches neither it nor torch."""
 
-    def __init__(self) -> None:
+    def __init__(self, ordinal: str = "0") -> None:
+        self._ordinal = int(ordinal)
         self._flat: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._peer: tuple[torch.Tensor, torch.Tensor] | None = None
         self._pinned: tuple[torch.Tensor, torch.Tensor] | None = None
+        if self._ordinal:
+            import torch
+
+            torch.cuda.set_device(self._ordinal)
 
     def name(self) -> str:
         import torch
 
-        return f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}"
+        return f"{torch.cuda.get_device_name(self._ordinal)}, torch {torch.__version__}"
 
     def tensors(self, shapes: Shapes) -> dict[str, torch.Tensor]:
         import torch
@@ -80,6 +92,17 @@ class Cuda:
         target.copy_(source)  # so that the clocks are up
         return self._seconds(lambda: target.copy_(source))
 
+    def peer(self, nbytes: int) -> float:
+        import torch
+
+        size = min(nbytes, PEERED)
+        if self._peer is None or self._peer[0].numel() < size:
+            source = torch.zeros(size, dtype=torch.uint8, device=f"cuda:{0 if self._ordinal else 1}")
+            self._peer = source, torch.zeros(size, dtype=torch.uint8, device="cuda")
+        source, target = (one[:size] for one in self._peer)
+        target.copy_(source)
+        return nbytes / size * self._seconds(lambda: target.copy_(source))
+
     def down(self, nbytes: int) -> float:
         host, ours, scale = self._sides(nbytes)
         return scale * self._seconds(lambda: host.copy_(ours, non_blocking=True))
@@ -96,7 +119,7 @@ class Cuda:
     def free(self) -> None:
         import torch
 
-        self._flat = None
+        self._flat = self._peer = None
         torch.cuda.synchronize()
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # what peers have shared
         torch.cuda.empty_cache()
@@ -172,7 +195,7 @@ class Played:
         target.copy_(source)
         return time.perf_counter() - started
 
-    down = up = flat
+    down = up = peer = flat
 
     def synchronize(self) -> None:
         pass
@@ -189,7 +212,7 @@ class Played:
 
 
 def device_of(described: Sequence[str]) -> Device:
-    """``["cuda"]``, or ``["played", driver, folder]``."""
+    """``["cuda"]``, ``["cuda", ordinal]``, or ``["played", driver, folder]``."""
     kind, *arguments = described
     return Cuda() if kind == "cuda" else Played(*arguments)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from awexd.bench.figures import Bar, Figure, quartiles
 from awexd.bench.gpu.pair import WHOLE, Job, Pair, Rounds
@@ -88,7 +88,16 @@ class First:
         return Figure(name, max(found.values()), "MiB", bar=BARS[name], more=found, note=note)
 
 
-def direct_rounds(job: Job, rounds: int, nbytes: int, *, first: int, warm: int, beside: Beside | None = None) -> Rounds:
+def direct_rounds(
+    job: Job,
+    rounds: int,
+    nbytes: int,
+    *,
+    first: int,
+    warm: int,
+    beside: Beside | None = None,
+    limit: Literal["flat", "peer"] = "flat",
+) -> Rounds:
     """Hand-overs of lent versions, from step ``first`` on; every byte of the last warm one and of the last checked."""
     found = Rounds(beside={name: [] for name in beside or {}})
     for step in range(first, first + warm):
@@ -97,7 +106,7 @@ def direct_rounds(job: Job, rounds: int, nbytes: int, *, first: int, warm: int, 
     for name in beside or {}:
         (beside or {})[name](0)
     for step in range(first + warm, first + warm + rounds):
-        found.limit.append(float(job.pair.reader.ask("flat", nbytes=nbytes)["seconds"]))
+        found.limit.append(float(job.pair.reader.ask(limit, nbytes=nbytes)["seconds"]))
         total, publish, pause = job.hand_over(step)
         found.total.append(total)
         found.publish.append(publish)

@@ -34,8 +34,8 @@ class Place:
     module: str = "awexd.bench.gpu.sides"
     path: Path | None = None
 
-    def side(self, role: str, *, fds: Sequence[int] = (), patience: float = 5.0) -> Side:
-        command = [sys.executable, "-m", self.module, role, json.dumps(self.device), *map(str, fds)]
+    def side(self, role: str, *, fds: Sequence[int] = (), patience: float = 5.0, device: Sequence[str] = ()) -> Side:
+        command = [sys.executable, "-m", self.module, role, json.dumps(device or self.device), *map(str, fds)]
         environ = None
         if self.path is not None:
             paths = [str(self.path), os.environ.get("PYTHONPATH", "")]
@@ -182,11 +182,23 @@ def _seconds(answers: Sequence[Answer]) -> float:
 
 
 @contextlib.contextmanager
-def pair(place: Place, socket: str, *, count: int = 1, fds: Sequence[Sequence[int]] = ((), ())) -> Iterator[Pair]:
-    """``count`` processes of each kind. ``fds``: descriptors for the writers' and the readers'."""
+def pair(
+    place: Place,
+    socket: str,
+    *,
+    count: int = 1,
+    fds: Sequence[Sequence[int]] = ((), ()),
+    devices: Sequence[Sequence[Sequence[str]]] = ((), ()),
+) -> Iterator[Pair]:
+    """``count`` processes of each kind.
+
+    Args:
+        fds: descriptors for the writers' and the readers'.
+        devices: of each of the writers and of the readers, instead of the place's.
+    """
     with contextlib.ExitStack() as stack:
         writers, readers = (
-            [stack.enter_context(place.side(role, fds=passed)) for _ in range(count)]
-            for role, passed in zip(("writer", "reader"), fds, strict=True)
+            [stack.enter_context(place.side(role, fds=passed, device=own)) for own in on or [place.device] * count]
+            for role, passed, on in zip(("writer", "reader"), fds, devices, strict=True)
         )
         yield Pair(writers, readers, socket)

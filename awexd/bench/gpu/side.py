@@ -19,7 +19,18 @@ if TYPE_CHECKING:
 class GpuSide:
     """What both sides have: a device, tensors on it, and the machine's limits."""
 
-    names: Sequence[str] = ("describe", "prepare", "flat", "down", "up", "memory", "forget_peak", "free", "close")
+    names: Sequence[str] = (
+        "describe",
+        "prepare",
+        "flat",
+        "peer",
+        "down",
+        "up",
+        "memory",
+        "forget_peak",
+        "free",
+        "close",
+    )
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -46,6 +57,9 @@ class GpuSide:
 
     def flat(self, nbytes: int) -> Answer:
         return {"seconds": self.device.flat(nbytes)}
+
+    def peer(self, nbytes: int) -> Answer:
+        return {"seconds": self.device.peer(nbytes)}
 
     def down(self, nbytes: int) -> Answer:
         return {"seconds": self.device.down(nbytes)}
