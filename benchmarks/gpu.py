@@ -37,6 +37,7 @@ from benchmarks.peers.environments import python
 RESULTS = ROOT / "benchmarks" / "results" / "h200.json"
 CHECKSUM_ROUNDS = 3
 PEER_ROUNDS = 3
+SWAP_ROUNDS = 5
 FAILURES = (SideFailed, AwexdError, OSError, EOFError, ValueError, ArithmeticError)
 
 
@@ -157,7 +158,10 @@ def through_host(bench: Bench) -> Iterator[Figure]:
         yield first.extra_memory("extra-memory-host")
         bench.host = measure.host_rounds(job, bench.rounds, weights.nbytes, first=step + 1, warm=1)
         yield from measure.host_figures(bench.host, weights)
-        yield measure.swap(job, min(bench.rounds, 5), weights, step=step + 1 + bench.rounds)
+        step += 1 + bench.rounds
+        rounds = min(bench.rounds, SWAP_ROUNDS)
+        yield measure.swap(job, rounds, weights, step=step)
+        yield measure.swap_park(job, rounds, weights, step=step + 2 * rounds)
 
 
 def host_rows(bench: Bench) -> Iterator[Figure]:
@@ -223,7 +227,10 @@ class Group:
 GROUPS = [
     Group(("direct-moe", "first-update", "extra-memory"), moe, tuple(on_gpu.PEERS)),
     Group(("direct-dense",), dense),
-    Group(("host-publish", "host-update", "swap-duplex", "first-update-host", "extra-memory-host"), through_host),
+    Group(
+        ("host-publish", "host-update", "swap-duplex", "swap-park", "first-update-host", "extra-memory-host"),
+        through_host,
+    ),
     Group(("host-update-reshard",), host_rows),
     Group(("update-1000",), many_updates),
     Group(("kill-rounds",), killing),

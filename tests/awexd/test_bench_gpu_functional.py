@@ -17,7 +17,7 @@ from awexd.bench.daemon import daemon as own_daemon
 from awexd.bench.figures import Figure
 from awexd.bench.gpu import command, kills, lasting
 from awexd.bench.gpu.daemon_state import in_use, settled
-from awexd.bench.gpu.measure import HALVES, First, direct, direct_rows, host_figures, host_rounds, swap
+from awexd.bench.gpu.measure import HALVES, First, direct, direct_rows, host_figures, host_rounds, swap, swap_park
 from awexd.bench.gpu.pair import Pair, Place, pair
 from awexd.bench.gpu.weights import Weights
 from awexd.bench.link import SideFailed
@@ -85,8 +85,10 @@ def test_through_host_memory_and_back_at_once(sides: Pair, socket: str) -> None:
         assert first.extra_memory("extra-memory-host").value == 0
         publish, update = host_figures(host_rounds(job, 2, MOE.nbytes, first=2), MOE)
         both = swap(job, 2, MOE, step=6)
+        parked = swap_park(job, 2, MOE, step=10)
     assert [str(one.bar) for one in (publish, update, both)] == ["ratio >= 0.95", "ratio >= 0.92", "ratio <= 1.2"]
-    assert all((one.value or 0) > 0 for one in (publish, update, both))
+    assert all((one.value or 0) > 0 for one in (publish, update, both, parked))
+    assert parked.more["restore"] > 0
     assert in_use(socket)["bytes"] == 0
 
 

@@ -33,6 +33,9 @@ class Device(Protocol):
     def tensors(self, shapes: Shapes) -> dict[str, torch.Tensor]:
         """New bfloat16 tensors of zeros."""
 
+    def private(self, shapes: Shapes) -> dict[str, torch.Tensor]:
+        """The same, in memory that can be parked."""
+
     def flat(self, nbytes: int) -> float:
         """Seconds of one copy of so many bytes within the device."""
 
@@ -80,6 +83,8 @@ class Cuda:
         import torch
 
         return {name: torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for name, shape in shapes.items()}
+
+    private = tensors
 
     def flat(self, nbytes: int) -> float:
         import torch
@@ -186,6 +191,11 @@ class Played:
             {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
         )
         return found
+
+    def private(self, shapes: Shapes) -> dict[str, torch.Tensor]:
+        import torch
+
+        return {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
 
     def flat(self, nbytes: int) -> float:
         import torch

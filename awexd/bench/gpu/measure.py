@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from awexd.bench.figures import Bar, Figure, quartiles
-from awexd.bench.gpu.pair import WHOLE, Job, Pair, Rounds
+from awexd.bench.gpu.pair import WHOLE, Job, Pair, Rounds, seconds
 from awexd.bench.gpu.weights import Cut, Weights
 from awexd.bench.link import SideFailed
 
@@ -281,6 +281,51 @@ def swap(job: Job, rounds: int, weights: Weights, *, step: int) -> Figure:
         note="publish of a version while the version before it is updated from; limit: the slower of the two alone",
         more={"bytes_each_way": weights.nbytes},
     )
+
+
+def swap_park(job: Job, rounds: int, weights: Weights, *, step: int) -> Figure:
+    """``swap-park``: as much of a trainer's state goes to host memory as weights come to the engine.
+
+    Args:
+        step: the newest there is.
+    """
+    both: list[float] = []
+    alone: list[float] = []
+    back: list[float] = []
+    writer, reader = job.pair.writer, job.pair.reader
+    for at in range(step + 1, step + 2 + rounds):
+        job.publish(at)
+        parked = seconds([writer.ask("park", job=job.name)])
+        back.append(_restored(job))
+        updated = job.update(at)
+        reader.ask("update", job=job.name, step=at)
+        writer.tell("park", job=job.name)
+        sides = [writer.answer("park"), reader.answer("update")]
+        back.append(_restored(job))
+        alone.append(max(parked, updated))
+        both.append(seconds(sides))
+        job.check(at)
+    writer.ask("discard")
+    low, value, high = quartiles(both[1:])  # in the first round memory for it was made
+    return Figure(
+        "swap-park",
+        value,
+        "s",
+        limit=statistics.median(alone[1:]),
+        ratio=statistics.median(one / other for one, other in zip(both[1:], alone[1:], strict=True)),
+        low=low,
+        high=high,
+        rounds=rounds,
+        note="park of as many bytes as are updated meanwhile; limit: the slower of the two alone",
+        more={"bytes_each_way": weights.nbytes, "restore": statistics.median(back[2:])},
+    )
+
+
+def _restored(job: Job) -> float:
+    found = job.pair.writer.ask("restore", job=job.name)
+    if found["wrong"]:
+        raise SideFailed(f"{found['wrong']} parked tensors came back otherwise")
+    return seconds([found])
 
 
 def _with(figure: Figure, more: Mapping[str, Any], note: str) -> Figure:

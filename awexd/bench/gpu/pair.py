@@ -88,14 +88,14 @@ class Job:
     def publish(self, step: int) -> float:
         """Seconds."""
         published = self._publish(step)
-        return _seconds(published)
+        return seconds(published)
 
     def update(self, step: int) -> float:
         """Seconds, of a version that is there."""
         for reader in self.pair.readers:
             reader.ask("update", job=self.name, step=step)
         updated = [reader.answer("update") for reader in self.pair.readers]
-        return _seconds(updated)
+        return seconds(updated)
 
     def captured(self) -> None:
         for writer in self.pair.writers:
@@ -176,7 +176,8 @@ class Pair:
         return max(float(side.answer("open")["seconds"]) for side in sides)
 
 
-def _seconds(answers: Sequence[Answer]) -> float:
+def seconds(answers: Sequence[Answer]) -> float:
+    """From the first one's beginning to the last one's end."""
     nanoseconds: int = max(one["ended"] for one in answers) - min(one["started"] for one in answers)
     return nanoseconds / 1e9
 

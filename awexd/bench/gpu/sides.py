@@ -9,6 +9,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from awexd.bench.gpu.devices import Device, device_of
 from awexd.bench.gpu.side import GpuSide, Source, Target
@@ -16,19 +17,25 @@ from awexd.bench.link import Answer, nanoseconds, serve
 from awexd_client import Publication, WeightWriter, WorkerWeightsReader
 from awexd_transports.errors import AwexdError
 
+if TYPE_CHECKING:
+    import torch
+
 SECONDS = 60.0
 """Any wait of a side."""
+STATES = 251
+"""Values that tensors of state have."""
 
 
 class WriterSide(Source):
     """A trainer's process. Several jobs may be open at once."""
 
-    names = (*Source.names, "open", "publish", "captured")
+    names = (*Source.names, "open", "publish", "captured", "park", "restore", "discard")
 
     def __init__(self, device: Device) -> None:
         super().__init__(device)
         self._writers: dict[str, WeightWriter] = {}
         self._publication: Publication | None = None
+        self._state: dict[str, torch.Tensor] = {}
 
     def open(
         self, job: str, socket: str, verify: str, mode: str, keep: int = 1, rank: int = 0, world_size: int = 1
@@ -53,8 +60,33 @@ class WriterSide(Source):
             self._publication.captured(timeout=SECONDS)
         return {}
 
+    def park(self, job: str) -> Answer:
+        """As much state as there are weights; it is made before the first time."""
+        if not self._state:
+            self._state = self.device.private({part.key: part.shape for part, _ in self.held})
+            for at, tensor in enumerate(self._state.values()):
+                tensor.fill_(at % STATES)
+        self.device.synchronize()
+        started = nanoseconds()
+        self._writers[job].park("state", self._state, timeout=SECONDS)
+        return {"started": started, "ended": nanoseconds()}
+
+    def restore(self, job: str) -> Answer:
+        """Brings it back, and looks whether it is what it was."""
+        started = nanoseconds()
+        self._writers[job].restore("state", timeout=SECONDS)
+        ended = nanoseconds()
+        wrong = sum(bool((tensor != at % STATES).any()) for at, tensor in enumerate(self._state.values()))
+        return {"started": started, "ended": ended, "wrong": wrong}
+
+    def discard(self) -> Answer:
+        """Lets go of the state."""
+        self._state = {}
+        return {}
+
     def close(self) -> Answer:
         self._publication = None
+        self._state = {}
         while self._writers:
             _, writer = self._writers.popitem()
             with contextlib.closing(writer):
