@@ -16,6 +16,7 @@ from awexd_client.endpoint import Deadline
 from awexd_client.holding import Holding
 from awexd_client.outgoing import SegmentLayout
 from awexd_client.publication import Publication
+from awexd_client.session import Connection
 from awexd_transports.cuda import driver as cuda
 from awexd_transports.cuda.lent import Described, Description, NotLendable, Words, describe, size_of, write_description
 from awexd_transports.errors import AwexdError, DeadlineExceeded, EpochChanged, InvalidArgument, VersionConflict
@@ -63,7 +64,8 @@ class Lender:
         self._refused: tuple[Holding, NotLendable] | None = None
         self._open: Publication | None = None
         """The last version, while it may still be read."""
-        self._serving: threading.Thread | None = None
+        self._served: Connection | None = None
+        """That chunks are handed over on."""
 
     def publish(self, step: int, deadline: Deadline) -> tuple[Publication | None, str]:
         """The version, lent; or why this step goes through host memory.
@@ -280,12 +282,12 @@ class Lender:
 
     def _serve_chunks(self) -> None:
         """Hands chunks of virtual memory over, whenever a reader asks for some."""
-        if self._serving is None or not self._serving.is_alive():
-            self._serving = threading.Thread(target=self._hand_over, name="awexd-chunks", daemon=True)
-            self._serving.start()
-
-    def _hand_over(self) -> None:
         used = self._writer._connection
+        if self._served is not used:
+            self._served = used
+            threading.Thread(target=self._hand_over, args=(used,), name="awexd-chunks", daemon=True).start()
+
+    def _hand_over(self, used: Connection) -> None:
         while not used.over:
             try:
                 asked, _ = used.call("write.asked", {}, timeout=MAX_DEADLINE_MS / 1000, patient=True)
@@ -303,4 +305,6 @@ class Lender:
                 continue
             except AwexdError as error:
                 _log.debug("%s: GPU memory is handed over no more: %s", self._writer.job, error)
-                return
+                break
+        if self._served is used:
+            self._served = None
