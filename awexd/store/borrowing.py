@@ -106,6 +106,25 @@ def unconfirmed(job: Job, key: VersionKey) -> Wait | None:
     return Wait(job.name, lambda: _awaited(job, key))
 
 
+def lose(job: Job, version: Version, why: str) -> None:
+    """That version is about to be withdrawn: who waits for its engines is told, if they have not all got it."""
+    if not version.withdrawn and unconfirmed(job, version.key) is not None:
+        job.endings.lose(version.attempt, why)
+
+
+def check_not_lost(job: Job, key: VersionKey, attempt: int) -> None:
+    """
+    Raises:
+        VersionConflict: it was taken back before every engine had it.
+    """
+    why = job.endings.why_lost(attempt)
+    if why is not None:
+        raise VersionConflict(
+            f"{job.name}: step {key[1]} of epoch {key[0]} was taken back before every engine had it: {why}; "
+            "publish the next step"
+        )
+
+
 def _awaited(job: Job, key: VersionKey) -> str:
     late = [
         f"{_named(engine, worker)}{_why_late(worker)}"

@@ -97,24 +97,28 @@ class Lending(Sessions):
         """None once the borrowed version is over: every engine has it, or (``at_once``) it is simply withdrawn.
 
         Raises:
-            EpochChanged, VersionConflict: the attempt never became a version.
+            EpochChanged, VersionConflict: the attempt never became a version; or that was taken back by others.
         """
-        job, _ = self.writer_of(session)
+        job, writer = self.writer_of(session)
         key = (epoch, step)
         version = job.versions.get(key)
         if version is None or version.attempt != attempt:
             if job.endings.committed(attempt, key):
+                if not at_once:
+                    borrowing.check_not_lost(job, key, attempt)
                 return None
             if at_once and job.attempts.get(step) is not None and job.attempts[step].number == attempt:
                 abort(job, step, "it was withdrawn before every rank had sealed it")
                 self._settle(job)
                 return None
             return writing.committed(job, epoch, step, attempt)
+        if not at_once:
+            borrowing.check_not_lost(job, key, attempt)
         if not version.withdrawn:
             waiting = None if at_once else borrowing.unconfirmed(job, key)
             if waiting is not None:
                 return waiting
-            self._return(job, version)
+            self._return(job, version, f"rank {writer.rank} withdrew it")
         return borrowing.leases_left(job, [version]) if key in job.versions else None
 
     def revoke(self, session: Session) -> Wait | None:
@@ -133,12 +137,13 @@ class Lending(Sessions):
         versions = borrowing.live_of(job, segment)
         for version in versions:
             if not version.withdrawn:
-                self._return(job, version)
+                self._return(job, version, f"rank {segment.rank} went on to step {step}")
         left = [version for version in versions if version.key in job.versions]
         return borrowing.leases_left(job, left)
 
-    def _return(self, job: Job, version: Version) -> None:
+    def _return(self, job: Job, version: Version, why: str) -> None:
         """Its writers take it back: nobody reads it from here on, and those that have it keep it."""
+        borrowing.lose(job, version, why)
         version.withdrawn = True
         job.returned = version.key
         self._withdrawn(job)

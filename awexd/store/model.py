@@ -296,6 +296,7 @@ class Endings:
         self._commits: OrderedDict[int, VersionKey] = OrderedDict()
         self._aborts: OrderedDict[int, str] = OrderedDict()
         self._discarded: OrderedDict[str, str] = OrderedDict()
+        self._lost: OrderedDict[int, str] = OrderedDict()
 
     def commit(self, attempt: int, key: VersionKey) -> None:
         _remember(self._commits, attempt, key)
@@ -304,6 +305,13 @@ class Endings:
         _remember(self._aborts, attempt, why)
         for slot in slots:
             _remember(self._discarded, slot, why, REMEMBERED_SLOTS)
+
+    def lose(self, attempt: int, why: str) -> None:
+        """It was committed and lent, and taken back before every engine had it."""
+        _remember(self._lost, attempt, why)
+
+    def why_lost(self, attempt: int) -> str | None:
+        return self._lost.get(attempt)
 
     def undo(self, attempt: int) -> None:
         """It was committed and is not: whoever asks publishes it again."""

@@ -217,6 +217,36 @@ def test_expired_reader_does_not_hold_the_trainer(world: World) -> None:
         engine.confirm(lease)
 
 
+@pytest.mark.parametrize("how", ["ends", "withdraws", "goes on"])
+def test_rank_that_waits_for_engines_is_told_that_another_took_the_version_back(world: World, how: str) -> None:
+    first, second = lenders(world, 2)
+    (engine, _) = [*on_gpu(world), *on_gpu(world, name="f")]
+    attempts = [lender.borrow(1) for lender in (first, second)]
+    engine.update()
+    assert isinstance(first.captured(1, attempts[0]), Wait)
+    if how == "ends":
+        second.trainer.end()
+    elif how == "withdraws":
+        assert second.captured(1, attempts[1], at_once=True) is None
+    else:
+        second.borrow(2)
+    with pytest.raises(VersionConflict, match="rank 1") as caught:
+        first.captured(1, attempts[0])
+    assert "before every engine had it" in str(caught.value)
+    assert "retry" not in caught.value.details
+    assert first.captured(1, attempts[0], at_once=True) is None
+    check(world)
+
+
+def test_rank_whose_sibling_ends_once_every_engine_had_it_is_told_so(world: World) -> None:
+    first, second = lenders(world, 2)
+    (engine,) = on_gpu(world)
+    attempts = [lender.borrow(1) for lender in (first, second)]
+    engine.update()
+    second.trainer.end()
+    assert first.captured(1, attempts[0]) is None
+
+
 def test_borrowed_memory_is_no_slot(world: World) -> None:
     (lender,) = lenders(world)
     lender.borrow(1)
