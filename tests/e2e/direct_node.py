@@ -72,9 +72,11 @@ class Node:
         mode: str = "direct",
         verify: str = "checksum",
         refuse: tuple[str, ...] = (),
+        socket: str | None = None,
     ) -> Process:
         process = self.process(("GPU-0",), refuse)
-        source = TRAINER.format(rank=rank, size=size, rows=rows, mode=mode, verify=verify, socket=self.daemon.socket)
+        path = socket or self.daemon.socket
+        source = TRAINER.format(rank=rank, size=size, rows=rows, mode=mode, verify=verify, socket=path)
         if size == 1:
             process.do(source)
         else:
@@ -92,10 +94,11 @@ class Node:
         verify: str = "checksum",
         uuids: tuple[str, ...] = ("GPU-1", "GPU-0"),
         refuse: tuple[str, ...] = (),
+        socket: str | None = None,
     ) -> Process:
         process = self.process(uuids, refuse)
         given = {"engine": name, "rank": rank, "size": size, "rows": rows, "mode": mode, "verify": verify}
-        process.do(ENGINE.format(**given, socket=self.daemon.socket))
+        process.do(ENGINE.format(**given, socket=socket or self.daemon.socket))
         return process
 
     def job(self) -> dict[str, Any]:
