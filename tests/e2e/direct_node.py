@@ -117,3 +117,14 @@ class Node:
 UPDATE = "result = told(reader.update({}, timeout=20))"
 PUBLISH = "publication = publish({}); result = [publication.mode, publication.reason]"
 CAPTURED = "publication.captured(timeout=20)"
+CREW = """
+from awexd_client import WeightReader
+
+class Crew:
+    def stage(self, step, timeout): self.staged = reader.stage(step, timeout)
+    def apply(self, epoch, step, timeout): reader.apply(self.staged, timeout)
+    def abandon(self): pass
+    def verify(self, checkpoint_dir, token, timeout): pass
+
+instance = WeightReader("grpo", "e", Crew(), socket)
+"""
