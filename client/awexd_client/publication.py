@@ -46,7 +46,8 @@ class Publication:
         Where the version is ``"direct"``, once every registered engine has copied it; that withdraws it.
 
         Raises:
-            VersionConflict: nothing was sealed: the ``with`` block of the long form has not ended, or has failed.
+            VersionConflict: nothing was sealed: the ``with`` block of the long form has not ended, or has failed. Or it
+                was ``"direct"``, and another rank took it back, or died, before every engine had it: publish the next.
             DeadlineExceeded: names the engines that have not; parameters must not change yet. See ``withdraw``.
         """
         if not self._captured and self._lent:
