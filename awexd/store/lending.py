@@ -97,6 +97,7 @@ class Lending(Sessions):
             self._undo(job, version)
         elif not good and current is not None and current.number == attempt:
             abort(job, step, f"rank {writer.rank}'s memory is not what it declared")
+            job.endings.undo(attempt)  # it declares it anew: what the other ranks lend is still good
         self._settle(job)
 
     def _undo(self, job: Job, version: Version) -> None:

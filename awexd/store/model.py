@@ -326,8 +326,9 @@ class Endings:
         return self._lost.get(attempt)
 
     def undo(self, attempt: int) -> None:
-        """It was committed and is not: whoever asks publishes it again."""
+        """It never was, for nobody's fault: whoever asks publishes the same bytes again."""
         self._commits.pop(attempt, None)
+        self._aborts.pop(attempt, None)
 
     def taken(self, slot: str) -> None:
         """It has a new life: what became of its bytes before is no answer any more."""

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -159,25 +160,39 @@ class Lender:
             raise VersionConflict(f"{writer.job}: tensors were rebound while step {step} was lent", {"again": True})
         self._open = publication = Publication(writer, step, lent=True)
         publication.epoch, publication._attempt = answer["epoch"], attempt
-        publication._committed, publication.nbytes = answer["committed"], lent.nbytes
+        # Others may find yet that theirs has moved: then it never was.
+        publication._committed, publication.nbytes = answer["committed"] and writer.world_size == 1, lent.nbytes
         return publication
 
     def end(self, publication: Publication, timeout: float, *, at_once: bool) -> None:
         """Returns once no reader reads that version any more: every engine has it, or it was withdrawn ``at_once``."""
         writer, asked = self._writer, Deadline(timeout)
+
+        def ask() -> None:
+            writer._surviving(lambda deadline: self._end(publication, deadline, at_once=at_once), asked)
+
+        if at_once:
+            with _over_already():
+                ask()
+        else:
+            self._lending_again(publication, ask, asked)
+        if self._open is publication:
+            self._open = None
+
+    def await_commit(self, publication: Publication, timeout: float) -> None:
+        """Returns once every rank has lent that version."""
+        asked = Deadline(timeout)
+        self._lending_again(publication, lambda: self._writer._await_commit(publication, asked.left()), asked)
+
+    def _lending_again(self, publication: Publication, ask: Callable[[], None], deadline: Deadline) -> None:
+        """Asks, and lends again what was lost: with a daemon, or where another rank's memory had moved meanwhile."""
         while True:
             try:
-                writer._surviving(lambda deadline: self._end(publication, deadline, at_once=at_once), asked)
+                return ask()
             except VersionConflict as error:
                 if not error.details.get("retry"):
                     raise
-                if at_once:
-                    return
-                self._again(publication, asked)
-            else:
-                if self._open is publication:
-                    self._open = None
-                return
+            self._again(publication, deadline)
 
     def revoke(self, deadline: Deadline) -> None:
         """Takes the memory back; returns once no reader has it open, so that it can be freed."""
@@ -217,14 +232,13 @@ class Lender:
                 self._end(before, deadline, at_once=True)
 
     def _again(self, publication: Publication, deadline: Deadline) -> None:
-        """A daemon that went took the version along; its bytes are still there."""
+        """The version is gone; its bytes are still there."""
         writer = self._writer
         with writer._turn(deadline):
             again, why = self._publish_again(publication.step, deadline)
             if again is None:
                 raise VersionConflict(
-                    f"{writer.job}: step {publication.step} was lost with a daemon and cannot be lent again ({why}); "
-                    "publish it again"
+                    f"{writer.job}: step {publication.step} was lost and cannot be lent again ({why}); publish it again"
                 )
             publication.epoch, publication._attempt = again.epoch, again._attempt
             publication._committed = again._committed
@@ -342,3 +356,13 @@ class Lender:
                 break
         if self._served is used:
             self._served = None
+
+
+@contextlib.contextmanager
+def _over_already() -> Iterator[None]:
+    """What was lost need not be withdrawn."""
+    try:
+        yield
+    except VersionConflict as error:
+        if not error.details.get("retry"):
+            raise

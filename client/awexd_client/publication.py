@@ -79,9 +79,11 @@ class Publication:
         """
         if not self._lent:
             self.captured()
-        if not self._committed:
+        if not self._committed and self._lent:
+            self._writer._lender.await_commit(self, timeout)
+        elif not self._committed:
             self._writer._await_commit(self, timeout)
-            self._committed = True
+        self._committed = True
 
     def __repr__(self) -> str:
         state = "committed" if self._committed else "captured" if self._captured else "open"

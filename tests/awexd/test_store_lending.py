@@ -132,12 +132,14 @@ def test_update_is_no_success_before_every_rank_has_affirmed(world: World) -> No
     (engine,) = on_gpu(world)
     attempts = [lender.borrow(1, good=None) for lender in (first, second)]
     lease = engine.resolve()
+    assert isinstance(world.store.committed(first.trainer.session, 1, 1, attempts[0]), Wait)
     for lender, attempt, rest in zip((first, second), attempts, (r"ranks 0, 1", r"rank 1"), strict=True):
         outcome = world.store.confirm(engine.session, lease.id, world.now)
         assert isinstance(outcome, Wait)
         assert rest in outcome.reason
         lender.affirm(1, attempt, good=True)
     assert engine.confirm(lease) == (1, 1)
+    assert world.store.committed(first.trainer.session, 1, 1, attempts[0]) is None
 
 
 def test_what_is_not_affirmed_never_was_and_the_step_is_free(world: World) -> None:
@@ -155,6 +157,21 @@ def test_what_is_not_affirmed_never_was_and_the_step_is_free(world: World) -> No
         second.captured(1, before[1])
     assert caught.value.details["retry"]
     for lender in (first, second):
+        lender.borrow(1)
+    assert engine.update() == (1, 1)
+    check(world)
+
+
+def test_rank_that_finds_its_memory_moved_has_the_others_lend_theirs_again(world: World) -> None:
+    """Before the last rank has lent its own."""
+    first, second, third = lenders(world, 3)
+    (engine,) = on_gpu(world)
+    before = first.borrow(1)
+    second.borrow(1, good=False)
+    with pytest.raises(VersionConflict) as caught:
+        first.captured(1, before)
+    assert caught.value.details["retry"]
+    for lender in (second, third, first):
         lender.borrow(1)
     assert engine.update() == (1, 1)
     check(world)

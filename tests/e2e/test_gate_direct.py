@@ -11,7 +11,7 @@ import pytest
 from tests.attacks.raw import until
 from tests.daemons import Daemon
 from tests.e2e.clients import restart
-from tests.e2e.direct_node import CAPTURED, PUBLISH, UPDATE, Fork, Node, expected
+from tests.e2e.direct_node import CAPTURED, CREW, PUBLISH, UPDATE, Fork, Node, expected
 from tests.e2e.workers.gate import Gate, Stop
 from tests.e2e.workers.processes import Process, RemoteError
 
@@ -311,6 +311,21 @@ def test_broken_off_while_an_engine_gives_an_update_up(node: Node, gate: Gate, r
     trainer.do("live['a'][1, 2] -= 1")
     trainer.start(CAPTURED)
     assert engine.do(UPDATE.format(1))[-1] == expected(1, 4)
+    trainer.finish()
+    hand_over(trainer, engine, 2, 2)
+    check_nothing_left(node, trainer, engine)
+
+
+@SIDES
+@BROKEN
+def test_broken_off_while_whoever_drives_an_engine_waits(node: Node, gate: Gate, reply: bool, fault: str) -> None:
+    trainer, engine = node.trainer(), node.engine()
+    engine.do(f"socket = {gate.path!r}" + CREW)
+    stop = gate.stop_at("read.await", reply=reply)
+    engine.start("result = told(instance.update(1, timeout=20))")
+    trainer.start(PUBLISH.format(1) + f"\n{CAPTURED}")
+    break_off(fault, node.daemon, gate, stop)
+    assert engine.finish() == [1, "direct", "cuda_ipc", 'mode="direct"', expected(1, 4)]
     trainer.finish()
     hand_over(trainer, engine, 2, 2)
     check_nothing_left(node, trainer, engine)
