@@ -68,6 +68,9 @@ class Endpoint(ABC):
         self._path = socket_path(socket)
         self._lock = self._in_use = threading.RLock()
         """One call at a time; and (the same, where a subclass has none for it) while mappings are made or read."""
+        self._registered_there = threading.Event()
+        """Not while a new connection is not known to the daemon as this client's yet."""
+        self._registered_there.set()
         self._maps = Mappings(writable=writable)
         self._closed = False
         self._forked = False
@@ -235,20 +238,28 @@ class Endpoint(ABC):
                     self._reconnect(deadline)
 
     def _reconnect(self, deadline: Deadline) -> None:
-        self._connection.close()
-        self._forget_tables(None)
-        self._maps.close()
-        while True:
-            self._connection = connect_again(self._path, deadline.left())
-            try:
-                self._register_again(deadline.left())
-                self._resume(deadline.left())
-            except BaseException as error:
-                self._connection.close()  # half a client would be refused for ever: the next call connects anew
-                if not isinstance(error, DaemonUnavailable) or deadline.left() <= 0:
-                    raise
-            else:
-                return
+        self._registered_there.clear()
+        try:
+            self._connection.close()
+            self._forget_tables(None)
+            self._maps.close()
+            while not self._registered_on_new(deadline):
+                pass
+        finally:
+            self._registered_there.set()
+
+    def _registered_on_new(self, deadline: Deadline) -> bool:
+        """Connects and registers; False: that connection was lost too, and there is time for another."""
+        self._connection = connect_again(self._path, deadline.left())
+        try:
+            self._register_again(deadline.left())
+            self._resume(deadline.left())
+        except BaseException as error:
+            self._connection.close()  # half a client would be refused for ever: the next call connects anew
+            if not isinstance(error, DaemonUnavailable) or deadline.left() <= 0:
+                raise
+            return False
+        return True
 
 
 def bury(mappings: Mappings) -> None:

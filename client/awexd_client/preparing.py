@@ -143,6 +143,7 @@ class Preparing(Phased):
     def _close_dropped(self) -> None:
         watched = True
         while watched:
+            self._registered_there.wait(DEFAULT_TIMEOUT)  # by a call that found the connection to be over
             used = self._connection
             try:
                 used.call("segment.dropped", {}, timeout=MAX_DEADLINE_MS / 1000, patient=True)
