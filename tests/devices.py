@@ -31,6 +31,7 @@ class SharedMemoryDriver:
         self.opened: dict[int, mmap.mmap | None] = {}
         self.virtual: dict[int, list[int]] = {}
         self.allocations: dict[int, tuple[int, str, mmap.mmap]] = {}
+        self.made = 0
         self._names = itertools.count()
 
     def install(self) -> SharedMemoryDriver:
@@ -44,6 +45,7 @@ class SharedMemoryDriver:
         held = self._map(name, places[-1])
         base = np.frombuffer(held, np.uint8).ctypes.data
         self.allocations[base] = places[-1], name, held
+        self.made += 1
         made = {}
         for (key, tensor), at in zip(values.items(), places, strict=False):
             flat = torch.frombuffer(memoryview(held)[at : at + tensor.nbytes], dtype=tensor.dtype)
@@ -60,6 +62,12 @@ class SharedMemoryDriver:
         base = self._found(view.address)
         assert base is not None, "not ours"
         return base, self.allocations[base][0]
+
+    def freed(self, devices: Sequence[int]) -> tuple[int, ...]:
+        return (self.made - len(self.allocations),)
+
+    def counts(self, bases: Sequence[tuple[int, int]]) -> bool:
+        return all(base in self.allocations for _, base in bases)
 
     def handle(self, device: int, base: int) -> bytes:
         self._may("handle")

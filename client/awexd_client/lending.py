@@ -68,6 +68,8 @@ class Lender:
         self._refused: tuple[Holding, NotLendable] | None = None
         self._open: Publication | None = None
         """The last version, while it may still be read."""
+        self._freed: tuple[int, ...] | None = None
+        """What ``driver.freed`` said before all of it was last found to be there; None: it does not count all."""
         self._told = False
         """That this rank cannot lend what it has registered, and the daemon knows."""
         self._served: Connection | None = None
@@ -101,9 +103,14 @@ class Lender:
                 return None, choice["reason"]
         cuda.driver.synchronize(lent.devices)  # on every stream: what readers copy is what the caller sees
         self.take_back(deadline)
+        freed = None if self._freed is None else cuda.driver.freed(lent.devices)
+        there = freed is not None and freed == self._freed
         if lent.sums is not None:
+            if not there and lent.holding.watch.moved():
+                raise self._moved(step)
             lent.sums.store()
-        return self._lend(step, lent, {**asked, "segment": lent.segment}, deadline), ""
+            there = True
+        return self._lend(step, lent, {**asked, "segment": lent.segment}, there, freed, deadline), ""
 
     def intends(self, holding: Holding) -> bool:
         """For a registration: whether this rank will declare that memory, without a look at each allocation."""
@@ -129,15 +136,28 @@ class Lender:
                 raise
             return self._writer._ask("write.choose", deadline.left(), **asked, why_not=error.message[:MAX_WHY])
 
-    def _lend(self, step: int, lent: Lent, asked: dict[str, Any], deadline: Deadline) -> Publication:
-        """Looks at the tensors while the daemon tells readers, who begin once no memory is found to have moved.
+    def _lend(
+        self,
+        step: int,
+        lent: Lent,
+        asked: dict[str, Any],
+        there: bool,
+        freed: tuple[int, ...] | None,
+        deadline: Deadline,
+    ) -> Publication:
+        """Looks at the tensors while readers are told, who begin once the memory is known to be there still.
 
-        Whether they are the same tensors still, of the same form, is looked at while readers copy: until then no update
-        is a success.
+        Whether they are the same tensors, where they were and of the same form, is looked at while readers copy: until
+        then no update is a success.
+
+        Args:
+            there: that is known already. ``freed``: what the driver said just before.
         """
         writer, words, watch = self._writer, lent.description.words, lent.holding.watch
         words.take_back()  # what an attempt at this step came to that another rank gave up
         words.say(Words.OFFERED, step)
+        if there:
+            words.say(Words.LOOKED, step)
         arguments = {**asked, "checksums": lent.sums is not None}
         sent = writer._connection.ask("write.borrow", arguments, timeout=deadline.left())
         good = not watch.moved()
@@ -146,6 +166,7 @@ class Lender:
             good = not watch.rebound()
         if good:
             words.say(Words.SETTLED, step)
+            self._freed = freed
         else:
             words.take_back()
         try:
@@ -156,13 +177,17 @@ class Lender:
         attempt = answer["attempt"]
         writer._ask("write.affirm", deadline.left(), step=step, attempt=attempt, good=good)
         if not good:
-            writer._refresh()
-            raise VersionConflict(f"{writer.job}: tensors were rebound while step {step} was lent", {"again": True})
+            raise self._moved(step)
         self._open = publication = Publication(writer, step, lent=True)
         publication.epoch, publication._attempt = answer["epoch"], attempt
         # Others may find yet that theirs has moved: then it never was.
         publication._committed, publication.nbytes = answer["committed"] and writer.world_size == 1, lent.nbytes
         return publication
+
+    def _moved(self, step: int) -> VersionConflict:
+        """The tensors are looked up where they are now; the error that has them lent again."""
+        self._writer._refresh()
+        return VersionConflict(f"{self._writer.job}: tensors were rebound since they were lent", {"again": True})
 
     def end(self, publication: Publication, timeout: float, *, at_once: bool) -> None:
         """Returns once no reader reads that version any more: every engine has it, or it was withdrawn ``at_once``."""
@@ -268,6 +293,9 @@ class Lender:
             raise self._refused[1]
         try:
             views = layout.sources(holding)
+            self._freed = None
+            devices = {device for view in views if (device := cuda.driver.device_of(view)) is not None}
+            freed = cuda.driver.freed(sorted(devices))
             described = describe(views, [entry.tensor.name for entry in layout.manifest.pieces])
             if len(described.uuids) > MAX_GPUS:
                 raise NotLendable(f"weights on {len(described.uuids)} GPUs; one process lends on {MAX_GPUS} at most")
@@ -276,7 +304,9 @@ class Lender:
             if writer.mode == "auto" and holding.on_device:
                 _log.warning("%s goes through host memory: %s", writer.job, error)
             raise
-        self._lent = self._declare(holding, layout, views, described, deadline)
+        self._lent = self._declare(holding, layout, views, described, tuple(sorted(devices)), deadline)
+        if not described.chunks and cuda.driver.counts(described.bases):
+            self._freed = freed
         if described.chunks:
             self._serve_chunks()
         return self._lent
@@ -298,6 +328,7 @@ class Lender:
         layout: SegmentLayout,
         views: tuple[View, ...],
         described: Described,
+        devices: tuple[int, ...],
         deadline: Deadline,
     ) -> Lent:
         table_at, nbytes = size_of(described.body, layout.manifest)
@@ -314,14 +345,13 @@ class Lender:
                 raise
         finally:
             os.close(fd)
-        devices = {device for view in views if (device := cuda.driver.device_of(view)) is not None}
         size = sum(view.nbytes for view in views)
         return Lent(
             segment=answer["segment"],
             holding=holding,
             layout=layout,
             views=views,
-            devices=tuple(sorted(devices)),
+            devices=devices,
             description=description,
             sums=sums,
             nbytes=size,

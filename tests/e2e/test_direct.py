@@ -321,6 +321,17 @@ def test_tensors_whose_memory_was_given_back_before_they_were_ever_lent(node: No
     trainer.do(CAPTURED)
 
 
+@pytest.mark.parametrize("verify", ["checksum", "off"])
+def test_memory_that_was_given_back_between_steps_is_not_read(node: Node, verify: str) -> None:
+    trainer, engine = node.trainer(verify=verify), node.engine(verify=verify)
+    for step in (1, 2, 3):
+        engine.start(UPDATE.format(step))
+        trainer.do(PUBLISH.format(step))
+        assert engine.finish()[-1] == expected(step, 4)
+        trainer.do(CAPTURED)
+        trainer.do(GIVEN_BACK)
+
+
 def test_trainer_and_engine_in_one_process(node: Node) -> None:
     both = node.trainer()
     given = {"engine": "e", "rank": 0, "size": 1, "rows": 4, "mode": "direct", "verify": "checksum"}

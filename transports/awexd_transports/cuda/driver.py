@@ -87,6 +87,21 @@ class CudaDriver:
             self._call("cuMemGetAddressRange_v2", *found, ctypes.c_uint64(view.address))
         return base.value, nbytes.value
 
+    def freed(self, devices: Sequence[int]) -> tuple[int, ...]:
+        """How often torch's allocator has given an allocation back to each of these devices so far."""
+        import torch
+
+        return tuple(torch.cuda.memory_stats_as_nested_dict(device).get("num_device_free", -1) for device in devices)
+
+    def counts(self, bases: Sequence[tuple[int, int]]) -> bool:
+        """Whether ``freed`` counts it when one of these allocations (device, address) goes: torch made all of them."""
+        import torch
+
+        if torch.cuda.get_allocator_backend() != "native" or -1 in self.freed(sorted({device for device, _ in bases})):
+            return False
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        return {*bases} <= {(segment["device"], segment["address"]) for segment in segments}
+
     def handle(self, device: int, base: int) -> bytes:
         """By which another process opens that allocation.
 

@@ -79,11 +79,13 @@ class Described(NamedTuple):
         uuids: of the devices.
         body: JSON.
         chunks: of virtual memory, by number: the device, and the address of each.
+        bases: of the other allocations: the device, and the address of each.
     """
 
     uuids: list[str]
     body: bytes
     chunks: list[tuple[int, int]]
+    bases: list[tuple[int, int]]
 
 
 def describe(views: Sequence[View], names: Sequence[str]) -> Described:
@@ -135,7 +137,8 @@ def describe(views: Sequence[View], names: Sequence[str]) -> Described:
         "allocations": [[one.uuid, one.nbytes, one.handle, one.base, one.chunks] for one in allocations],
         "pieces": pieces,
     }
-    return Described(sorted({one.uuid for one in allocations}), orjson.dumps(body), chunks)
+    bases = [(uuids.index(one.uuid), one.base) for one in allocations if not one.chunks]
+    return Described(sorted({one.uuid for one in allocations}), orjson.dumps(body), chunks, bases)
 
 
 def _spans(device: int, views: Sequence[tuple[View, str]]) -> list[tuple[int, tuple[int, ...]]]:
@@ -174,8 +177,8 @@ class Words:
 
     Attributes (as far as they have come):
         OFFERED: it is being lent.
-        LOOKED: every tensor is where it was declared: readers may begin.
-        SETTLED: and is as it was declared: what they have copied is good.
+        LOOKED: the memory that was declared is there still: readers may begin.
+        SETTLED: and every tensor is in it where and as it was declared: what they have copied is good.
         WITHDRAWN: the daemon's, at somebody's command: no longer.
     """
 
