@@ -38,6 +38,8 @@ IDLE_SECONDS = 120.0
 STALL_SECONDS = 30.0
 """How long a reader may take nothing of what is written to it."""
 SWEEP_SECONDS = 1.0
+LINGER_SECONDS = 2.0
+"""How long what follows a refused request is read and dropped."""
 PAGE_POLICY = (
     "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
@@ -68,13 +70,12 @@ _log = logging.getLogger(__name__)
 
 
 class Refused(Exception):
-    """A request that goes no further: its status and typed error. ``close``: the connection cannot be used after it."""
+    """A request that goes no further: its status and typed error."""
 
-    def __init__(self, status: int, message: str, code: str = "protocol_error", *, close: bool = True) -> None:
+    def __init__(self, status: int, message: str, code: str = "protocol_error") -> None:
         super().__init__(message)
         self.status = status
         self.code = code
-        self.close = close
 
 
 class Head(NamedTuple):
@@ -84,6 +85,7 @@ class Head(NamedTuple):
         path: as sent, without the query; nothing in it is decoded.
         headers: by lower-case name.
         length: bytes of the body.
+        closes: the connection ends after it.
     """
 
     method: str
@@ -91,10 +93,7 @@ class Head(NamedTuple):
     query: str
     headers: dict[str, str]
     length: int
-
-    @property
-    def closes(self) -> bool:
-        return "close" in self.headers.get("connection", "").lower()
+    closes: bool
 
 
 def parse(head: bytes) -> Head:
@@ -128,7 +127,8 @@ def parse(head: bytes) -> Head:
     if not (length.isascii() and length.isdecimal() and len(length) <= 15):
         raise Refused(400, "a malformed Content-Length")
     path, _, query = match[2].decode().partition("?")
-    return Head(match[1].decode(), path, query, headers, int(length))
+    closes = "close" in headers.get("connection", "").lower()
+    return Head(match[1].decode(), path, query, headers, int(length), closes)
 
 
 class Target(Protocol):
@@ -162,19 +162,22 @@ class Server:
         self.receiving = 0
         self.stopping = False
         self._common = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        self._heads: dict[bytes, Head] = {}
-        self._prefixes: dict[tuple[int, str], bytes] = {}
+        self._heads: dict[bytes, tuple[Head, Target]] = {}
+        self._prefixes: dict[tuple[int, str, bool], bytes] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __call__(self) -> Connection:
         return Connection(self)
 
-    def answer(self, status: int, body: bytes, kind: str = "application/json") -> bytes:
-        """A whole answer."""
-        prefix = self._prefixes.get((status, kind))
+    def answer(self, status: int, body: bytes, kind: str = "application/json", *, last: bool = False) -> bytes:
+        """A whole answer. ``last``: the connection ends after it."""
+        prefix = self._prefixes.get((status, kind, last))
         if prefix is None:
-            prefix = self._prefixes[status, kind] = self.head(status, kind).encode() + b"Content-Length: "
-        return b"%s%d\r\n\r\n%s" % (prefix, len(body), body) if status != 204 else prefix[:-16] + b"\r\n"
+            closing = "Connection: close\r\n" if last else ""
+            prefix = self._prefixes[status, kind, last] = (self.head(status, kind) + closing).encode()
+        if status == 204:
+            return prefix + b"\r\n"
+        return b"%sContent-Length: %d\r\n\r\n%s" % (prefix, len(body), body)
 
     def head(self, status: int, kind: str) -> str:
         """The beginning of an answer, without its length and its end."""
@@ -183,18 +186,33 @@ class Server:
             content += f"Content-Security-Policy: {PAGE_POLICY}\r\n"
         return f"HTTP/1.1 {status} {REASONS[status]}\r\n{content}{self._common}"
 
-    def error(self, error: AwexdError | Refused) -> bytes:
+    def error(self, error: AwexdError | Refused, *, last: bool = False) -> bytes:
         """The answer that carries a typed error."""
         if isinstance(error, Refused):
-            return self.answer(error.status, orjson.dumps({"code": error.code, "message": str(error), "details": {}}))
-        body = {"code": error.code, "message": error.message, "details": error.details}
-        return self.answer(_STATUSES.get(error.code, 500), orjson.dumps(body))
+            status, body = error.status, {"code": error.code, "message": str(error), "details": {}}
+        else:
+            status = _STATUSES.get(error.code, 500)
+            body = {"code": error.code, "message": error.message, "details": error.details}
+        return self.answer(status, orjson.dumps(body), last=last)
 
-    def parsed(self, head: bytes) -> Head:
-        """``parse``; clients that keep their connection send the same head again and again."""
+    def accepted(self, head: bytes) -> tuple[Head, Target]:
+        """A head and where it goes. Clients that keep their connection send the same one again and again.
+
+        It is found by a keyed hash of all its bytes, which tells nobody how much of a token was right.
+
+        Raises:
+            Refused, AwexdError: it is not taken.
+        """
         found = self._heads.get(head)
         if found is None:
-            found = parse(head)
+            parsed = parse(head)
+            target = self.route(parsed)
+            if parsed.length > target.max_bytes:
+                text = f"a body of {parsed.length} bytes; this route takes {target.max_bytes}"
+                raise Refused(413, text, "invalid_argument")
+            if parsed.headers.get("expect", "100-continue").lower() != "100-continue":
+                raise Refused(417, "an expectation that is not known")
+            found = parsed, target
             if len(head) <= _KEPT_HEAD_BYTES:
                 if len(self._heads) >= _KEPT_HEADS:
                     self._heads.clear()
@@ -278,6 +296,8 @@ class Connection(asyncio.Protocol):
         self._transport.resume_reading()
 
     def data_received(self, data: bytes) -> None:
+        if self._last and not self._busy:
+            return
         if self._head is not None and not self._busy:
             self._parts.append(data)
             self._missing -= len(data)
@@ -298,7 +318,7 @@ class Connection(asyncio.Protocol):
         if self._stalled is not None and now - self._stalled > STALL_SECONDS:
             self.abort()
         elif not self._busy and now > self._due:
-            if self._buffer or self._head is not None:
+            if (self._buffer or self._head is not None) and not self._last:
                 self._refuse(Refused(400, "the request did not come to its end in time", DeadlineExceeded.code))
             else:
                 self._transport.close()
@@ -351,15 +371,9 @@ class Connection(asyncio.Protocol):
                 self._due = self._loop.time() + REQUEST_SECONDS
             return False
         try:
-            head = self._server.parsed(self._buffer[:end])
-            target = self._server.route(head)
-            if head.length > target.max_bytes:
-                text = f"a body of {head.length} bytes; this route takes {target.max_bytes}"
-                raise Refused(413, text, "invalid_argument")
+            head, target = self._server.accepted(self._buffer[:end])
             if head.length and head.length + self._server.receiving > MAX_RECEIVING_BYTES:
                 raise Refused(503, "too many large bodies at once", BudgetExceeded.code)
-            if head.headers.get("expect", "100-continue").lower() != "100-continue":
-                raise Refused(417, "an expectation that is not known")
         except (Refused, AwexdError) as error:
             self._refuse(error)
             return False
@@ -413,10 +427,17 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     def _refuse(self, error: Refused | AwexdError) -> None:
-        """The body may still come: what follows cannot be told from it."""
+        """Nothing more of this connection is understood. What still comes is dropped for a moment.
+
+        Closed at once with bytes unread, the kernel would reset it, and the answer be lost.
+        """
         self._last, self._buffer = True, b""
-        self._transport.write(self._server.error(error))
-        self._transport.close()
+        if self._head is not None:
+            self._release(self._head)
+        self._due = self._loop.time() + LINGER_SECONDS
+        self._transport.write(self._server.error(error, last=True))
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
 
 
 def unauthorized(message: str) -> Refused:

@@ -25,14 +25,18 @@ def read_tokens(path: Path) -> list[tuple[str, str]]:
         InvalidArgument: it cannot be read, others can read it, or a line is not a role and a token.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise InvalidArgument(f"token file {path}: {error.strerror}") from error
-    with os.fdopen(fd, "rb") as file:
+    try:
         found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077 or found.st_uid not in (0, os.geteuid()):
+        if not stat.S_ISREG(found.st_mode):
+            raise InvalidArgument(f"token file {path}: not a file")
+        if found.st_mode & 0o077 or found.st_uid not in (0, os.geteuid()):
             raise InvalidArgument(f"token file {path}: others must not be able to read or write it: chmod 600 {path}")
-        lines = file.read(MAX_FILE_BYTES).decode(errors="replace").splitlines()
+        lines = os.read(fd, MAX_FILE_BYTES).decode(errors="replace").splitlines()
+    finally:
+        os.close(fd)
     tokens = []
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
