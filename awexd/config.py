@@ -18,7 +18,6 @@ Kind = Callable[[Any], Any]
 """Makes a setting's value; ValueError says what is wanted."""
 METASERVER_SETTINGS = frozenset({"host", "port", "tls_client_ca", "node_ttl", "max_connections"})
 """Of ``awexd metaserver`` alone: a shell may have both commands' variables."""
-_OF_A_CLUSTER = ("node", "advertise", "token_file", "tls_ca", "tls_cert", "tls_key")
 _NODE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 _ADDRESS = re.compile(r"(?:[A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}")
 _URL = re.compile(r"https?://(?:[A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?")
@@ -93,10 +92,6 @@ def load(arguments: Mapping[str, Any], environ: Mapping[str, str], file: str | N
     values: dict[str, Any] = {"socket": default_socket(environ), "state_dir": default_state_dir(environ)}
     settings = Settings(**values | collect(_KINDS, arguments, environ, file, METASERVER_SETTINGS))
     check_socket_path(settings.socket)
-    if settings.metaserver is None:
-        needless = [key for key in _OF_A_CLUSTER if getattr(settings, key) is not None]
-        if needless:
-            raise InvalidArgument(f"{', '.join(needless)}: of no use without --metaserver")
     return settings
 
 

@@ -247,9 +247,9 @@ class App:
         refused = self._state.report(routed.places["node"], body["run"], routed.job, report)
         return self._told({"refused": refused}, routed.job)
 
-    def _forget(self, connection: Connection, routed: Routed, body: bytes) -> bytes:
+    def _forget(self, connection: Connection, routed: Routed, body: bytes) -> Outcome:
         self._state.forget(routed.places["node"], routed.query["run"], routed.job)
-        return self.answer({})
+        return self._told({}, routed.job)
 
     def _join(self, connection: Connection, routed: Routed, body: Body) -> Outcome:
         ranks = _by_rank(body["ranks"])

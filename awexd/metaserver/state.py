@@ -219,15 +219,19 @@ class State:
         return refused
 
     def forget(self, name: str, run: str, job_name: str) -> None:
-        """That node has nothing of that job any more."""
+        """That node has nothing of that job any more; one that was only of that node is over."""
         node = self.node(name, run)
         node.jobs.discard(job_name)
         job = self.jobs.get(job_name)
-        if job is not None:
-            writing.lose(job, name, f"node {name} closed the job")
-            self._drop_report(job, name)
+        if job is None:
+            return
+        told = job.reports.get(name)
+        writing.lose(job, name, f"node {name} closed the job")
+        self._drop_report(job, name)
+        if told is not None and told.local and not job.reports and not job.members:
+            self.close_job(job_name, f"closed on node {name}")
 
-    def close_job(self, job_name: str) -> None:
+    def close_job(self, job_name: str, why: str = "closed by an administrator") -> None:
         """Ends a job for good: its epochs begin anew."""
         job = self.find(job_name)
         del self.jobs[job_name]
@@ -235,7 +239,7 @@ class State:
             node.jobs.discard(job_name)
         self.touched.add(job_name)
         self.records[job_name] = Record(job_name, job.epoch, 0, 0, -1, (), closed=True)
-        self.note("closed", job_name, "", "closed by an administrator")
+        self.note("closed", job_name, "", why)
 
     def find(self, job_name: str) -> Job:
         """

@@ -310,6 +310,20 @@ def test_a_job_of_one_node_is_as_that_node_says() -> None:
         cluster.report("n0", ranks=2)
 
 
+def test_a_job_of_one_node_that_closes_it_begins_anew() -> None:
+    cluster = Cluster("n0", "n1")
+    cluster.report("n0", (1, 3, 77), ranks=2)
+    cluster.report("n1", (1, 3, 77))
+    cluster.state.forget("n0", "r1", JOB)
+    assert (cluster.job.epoch, cluster.job.high) == (1, 3)
+    cluster.report("n0", (1, 3, 77), ranks=2)
+    cluster.state.forget("n1", "r1", JOB)
+    cluster.state.forget("n0", "r1", JOB)
+    assert cluster.record().closed
+    assert cluster.report("n0", (1, 0, 90), ranks=2) == []
+    assert (cluster.record().closed, cluster.record().high) == (False, 0)
+
+
 def test_a_report_that_says_the_same_changes_nothing() -> None:
     cluster = Cluster("n0")
     cluster.report("n0", (1, 3, 77), ranks=1)
