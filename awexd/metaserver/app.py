@@ -27,6 +27,8 @@ from awexd_transports.errors import AccessDenied, BudgetExceeded, InvalidArgumen
 DEFAULT_WAIT_MS = 30_000
 EXPIRY_SECONDS = 0.25
 """How late a node that is gone may be noticed."""
+KEPT_VIEWS = 64
+"""Answers about a whole job that are kept until it changes."""
 SLOW_BYTES = 64 << 10
 """Of a manifest from which on it is checked in a thread."""
 _LOOPBACK_NAMES = ("localhost", "ip6-localhost")
@@ -69,6 +71,7 @@ class App:
         self._page_body = resources.files("awexd.metaserver").joinpath("page.html").read_bytes()
         self._started = time.monotonic()
         self.manifests = Manifests(lambda: {d for job in state.jobs.values() for d in job.digests()})
+        self._views: dict[str, tuple[int, bytes]] = {}
         self._checking = asyncio.Semaphore(1)
         self.publisher: Publisher
         self.server: Server
@@ -113,7 +116,7 @@ class App:
                 value = orjson.loads(body)
             except orjson.JSONDecodeError as error:
                 raise InvalidArgument(f"the body is not JSON: {error}") from error
-            operation.body(value, "body")
+            operation.check(value)
         try:
             return self._routes[operation.name](connection, routed, value)
         finally:
@@ -179,28 +182,39 @@ class App:
         return self.answer({"jobs": self._briefs()})
 
     def _briefs(self) -> list[orjson.Fragment]:
-        return [orjson.Fragment(brief) for _, (_, brief, _) in sorted(self.publisher.briefs.items())]
+        return [orjson.Fragment(brief) for brief in self.publisher.all_shown()]
 
     def _job(self, connection: Connection, routed: Routed, body: bytes) -> Outcome:
-        self._state.find(routed.job)
-        if self.publisher.held(routed.job):
-            return self._job_later(routed.job)
-        return self.answer(views.view(self._state.find(routed.job)))
+        job = self._state.find(routed.job)
+        if self.publisher.held(job.name):
+            return self._job_later(job.name)
+        known = self._views.get(job.name)
+        if known is None or known[0] != job.seq:
+            known = self._views[job.name] = job.seq, self.answer(views.view(job))
+            while len(self._views) > KEPT_VIEWS:
+                del self._views[next(iter(self._views))]
+        return known[1]
 
     async def _job_later(self, job: str) -> bytes:
         await self.publisher.durable(job)
         return self.answer(views.view(self._state.find(job)))
 
     def _watch(self, connection: Connection, routed: Routed, body: bytes) -> Outcome:
-        found = self.publisher.briefs.get(routed.job)
+        found = self.publisher.shown(routed.job)
         after = routed.query.get("after", 0)
-        if found is None and not after:
-            raise not_found(f"no job {routed.job} here")
-        # A seq that is not of this process's: whoever has it missed something.
-        if found is None or after != found[0]:
-            return found[2] if found else self.answer(views.closed(routed.job, self.publisher.events.last))
+        if found is None:
+            if not after:
+                raise not_found(f"no job {routed.job} here")
+            return self.answer(views.closed(routed.job, self.publisher.events.last))
+        if after != found.seq:  # one that is of no change here, too: whoever has it missed something
+            return found.answer if not found.stale else self._watch_later(routed.job)
         self.publisher.waiters(routed.job).add(connection, routed.query.get("timeout_ms", DEFAULT_WAIT_MS) / 1000)
         return None
+
+    async def _watch_later(self, job: str) -> bytes:
+        await self.publisher.durable(job)
+        found = self.publisher.shown(job)
+        return found.answer if found else self.answer(views.closed(job, self.publisher.events.last))
 
     def _events(self, connection: Connection, routed: Routed, body: bytes) -> Outcome:
         events, after = self.publisher.events, routed.query.get("after", 0)

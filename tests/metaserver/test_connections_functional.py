@@ -331,27 +331,27 @@ def _body_for(found: Any, data: st.DataObject) -> Any:
     schemas = document()["components"]["schemas"]
     value = {}
     for field, schema in schemas[name]["properties"].items():
-        value[field] = data.draw(JUNK) if data.draw(st.integers(0, 9)) == 0 else _sample(schemas, schema, data)
+        value[field] = data.draw(JUNK) if data.draw(st.integers(0, 9)) == 0 else sample(schemas, schema, data)
     return value
 
 
-def _sample(schemas: Any, schema: Any, data: st.DataObject) -> Any:
+def sample(schemas: Any, schema: Any, data: st.DataObject) -> Any:
     while "$ref" in schema:
         schema = schemas[str(schema["$ref"]).rpartition("/")[2]]
     if "anyOf" in schema:
-        return _sample(schemas, data.draw(st.sampled_from(schema["anyOf"])), data)
+        return sample(schemas, data.draw(st.sampled_from(schema["anyOf"])), data)
     if "enum" in schema:
         return data.draw(st.sampled_from(schema["enum"]))
     kind = schema["type"]
     if kind == "integer":
         return data.draw(st.integers(schema["minimum"], min(schema["maximum"], 4)))
     if kind == "array" and "prefixItems" in schema:
-        return [_sample(schemas, one, data) for one in schema["prefixItems"]]
+        return [sample(schemas, one, data) for one in schema["prefixItems"]]
     if kind == "array":
-        return [_sample(schemas, schema["items"], data) for _ in range(data.draw(st.integers(0, 2)))]
+        return [sample(schemas, schema["items"], data) for _ in range(data.draw(st.integers(0, 2)))]
     if kind == "object":
         properties = schema["properties"].items()
-        return {name: _sample(schemas, one, data) for name, one in properties}
+        return {name: sample(schemas, one, data) for name, one in properties}
     if kind == "string":
         pattern = str(schema.get("pattern", ""))
         return DIGEST if "{64}" in pattern and "0-9a-f" in pattern else RUN if "{8,64}" in pattern else "n0"
