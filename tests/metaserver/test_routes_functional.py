@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -207,3 +208,27 @@ def test_refusal_of_what_a_stopped_node_asks_says_to_announce(client: Client) ->
     with pytest.raises(Failed) as failure:
         client.call("renew", {"run": RUN}, node="n0")
     assert failure.value.error["details"] == {"announce": True}
+
+
+def test_page_loads_nothing_from_elsewhere_and_may_not(client: Client) -> None:
+    page = client.call("page").decode()
+    assert not re.search(r"(?:https?:)?//[a-z0-9]|<(?:link|img|iframe)|src=|@import|url\(", page.replace("// ", ""))
+    assert "innerHTML" not in page
+    client.http.request("GET", "/")
+    answer = client.http.getresponse()
+    policy = answer.getheader("Content-Security-Policy") or ""
+    answer.read()
+    assert "default-src 'none'" in policy
+    assert "connect-src 'self'" in policy
+
+
+def test_metrics_are_prometheus_text(pair: Client) -> None:
+    commit(pair, 4)
+    text = pair.call("metrics").decode()
+    assert text.endswith("\n")
+    lines = text.splitlines()
+    samples = [line for line in lines if not line.startswith("#")]
+    assert all(re.fullmatch(r'awexd_metaserver_[a-z_]+(\{job="[^"]+"\})? -?\d+', line) for line in samples)
+    names = {re.split("[{ ]", line)[0] for line in samples}
+    assert {line.split()[2] for line in lines if line.startswith("# TYPE")} == names
+    assert f'awexd_metaserver_job_last_step{{job="{JOB}"}} 4' in samples
