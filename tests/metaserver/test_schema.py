@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from awexd.metaserver import schema
 from awexd.metaserver.http import Refused
+from awexd.metaserver.predicates import predicate
 from awexd_transports.errors import InvalidArgument
 from tests.metaserver.servers import document
 from tests.metaserver.test_connections_functional import JUNK, sample
@@ -43,14 +45,24 @@ def test_all_readings_of_a_body_agree(name: str, data: st.DataObject) -> None:
 
 
 def _spoilt(value: Any, data: st.DataObject) -> Any:
-    """The value, with something else at one place."""
-    if isinstance(value, dict) and value and data.draw(st.integers(0, 3)):
-        name = data.draw(st.sampled_from(sorted(value)))
-        return value | {name: _spoilt(value[name], data)}
-    if isinstance(value, list) and value and data.draw(st.integers(0, 3)):
-        at = data.draw(st.integers(0, len(value) - 1))
-        return [*value[:at], _spoilt(value[at], data), *value[at + 1 :]]
-    return data.draw(JUNK.filter(lambda junk: not isinstance(junk, float)))
+    """The value, with something else at one place, any of them as likely."""
+    places = list(_places(value, ()))
+    return _replaced(value, data.draw(st.sampled_from(places)), data.draw(JUNK))
+
+
+def _places(value: Any, where: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    yield where
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in inner:
+        yield from _places(item, (*where, key))
+
+
+def _replaced(value: Any, where: tuple[Any, ...], junk: Any) -> Any:
+    if not where:
+        return junk
+    copy = value.copy()
+    copy[where[0]] = _replaced(value[where[0]], where[1:], junk)
+    return copy
 
 
 def test_every_route_has_its_operation_and_limits() -> None:
@@ -71,3 +83,42 @@ def test_a_name_in_a_path_that_is_none_is_refused(name: str) -> None:
     router = schema.Router(schema.operations(schema.document()))
     with pytest.raises((InvalidArgument, Refused)):
         router.find("PUT", f"/v1/nodes/{name}")
+
+
+NUMBER = {"type": "integer", "minimum": 1, "maximum": 9}
+TEXT = {"type": "string", "pattern": "^a+$", "maxLength": 3}
+PAIR = {"type": "array", "prefixItems": [NUMBER, TEXT], "items": False, "minItems": 2, "maxItems": 2}
+OBJECT = {"type": "object", "properties": {"n": NUMBER}, "required": ["n"], "additionalProperties": False}
+EDGES: list[tuple[dict[str, Any], list[Any]]] = [
+    (NUMBER, [0, 1, 9, 10, True, 1.0, "1", None, [1]]),
+    (TEXT, ["", "a", "aaa", "aaaa", "b", "a\n", "ab", 1, None]),
+    (PAIR, [[1, "a"], [1], [1, "a", 1], [0, "a"], [1, "b"], [], {}, "1a"]),
+    ({"type": "array", "items": NUMBER, "minItems": 1, "maxItems": 2}, [[], [1], [1, 1], [1, 1, 1], [0], [1, 10], {}]),
+    (OBJECT, [{"n": 1}, {"n": 0}, {}, {"m": 1}, {"n": 1, "m": 1}, [], None]),
+    ({"anyOf": [NUMBER, {"type": "null"}]}, [1, 10, None, False, ""]),
+    ({"type": "string", "enum": ["a", "b"]}, ["a", "b", "c", "", None, ["a"], {"a": 1}]),
+    ({"type": "boolean"}, [True, False, 0, 1, None]),
+]
+
+
+@pytest.mark.parametrize(("found", "values"), EDGES)
+def test_edges_of_each_keyword(found: dict[str, Any], values: list[Any]) -> None:
+    valid = [not _is_float(value) and jsonschema.Draft202012Validator(found).is_valid(value) for value in values]
+    if found is TEXT:
+        valid[values.index("a\n")] = False  # Python's `$` looks past a line break; ours is the whole text
+    assert [predicate({}, found)(value) for value in values] == valid
+    assert [_passes(schema.compiled({}, found), value) for value in values] == valid
+    assert {True, False} == set(valid)
+
+
+def _is_float(value: Any) -> bool:
+    """JSON Schema takes 1.0 for an integer; no writer of ours sends one."""
+    return isinstance(value, float)
+
+
+def _passes(check: schema.Check, value: Any) -> bool:
+    try:
+        check(value, "body")
+    except InvalidArgument:
+        return False
+    return True
