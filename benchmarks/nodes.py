@@ -1,8 +1,9 @@
 """The MetaServer: requests a second, and how late the last of a thousand watchers is told of a change.
 
-``metaserver-requests``: 32 connections, each of which asks again once it has its answer: half of them put a small state
-(to ours: what a node has of a job, checked and told to who waits; to awex's: the same bytes under a key), half of them
-get it. The same process asks both, in turns; the limit is a server that answers anything with the same bytes.
+``metaserver-requests``: 32 connections, each of which asks again once it has its answer, for four things in turn: put a
+small state (to ours: what a node has of a job, checked and told to who waits; to awex's: the same bytes under a key),
+get it, keep in touch (a renewal; awex's clients poll ``has_key``), get it. ``put_get_ratio`` is of puts and gets alone.
+The same process asks both, in turns; the limit is a server that answers anything with the same bytes.
 ``metaserver-lateness-p99``: from the moment before a node's report is sent to the moment when the last of 1,000
 connections, all of one process, has read its answer; the limit is as many sends by a bare loop to the same sockets'
 like. With ``--write`` the figures go to ``benchmarks/results/nodes.json``. Without awex's environment (``make peers``)
@@ -91,6 +92,7 @@ def metaserver() -> Iterator[int]:
 def _requests(port: int, rounds: int) -> Figure:
     """Turns of ours, theirs and the bare server; the ratio is the median of the turns'."""
     ours, theirs, bare = list[float](), list[float](), list[float]()
+    pairs = list[float]()
     with contextlib.ExitStack() as stack:
         plain = stack.enter_context(_bare())
         interpreter = python("awex")
@@ -105,6 +107,7 @@ def _requests(port: int, rounds: int) -> Figure:
             bare.append(_rate(plain, _ours))
             if peer is not None:
                 theirs.append(_rate(int(peer), _theirs))
+                pairs.append(_rate(port, _our_pair) / _rate(int(peer), _their_pair))
     low, value, high = quartiles(ours[1:])
     ratios = [mine / other for mine, other in zip(ours[1:], theirs[1:], strict=True)] if theirs else []
     return Figure(
@@ -120,7 +123,8 @@ def _requests(port: int, rounds: int) -> Figure:
         peer={"name": "awex 0.9.0's MetaServer", "value": statistics.median(theirs[1:]), "quoted": False}
         if theirs
         else None,
-        note=f"{CONNECTIONS} connections of one process, half puts of a small state, half gets of it",
+        note=f"{CONNECTIONS} connections of one process: put, get, renew (theirs: has_key), get",
+        more={"put_get_ratio": statistics.median(pairs[1:])} if pairs else {},
     )
 
 
@@ -132,12 +136,22 @@ def _state(number: int) -> bytes:
 
 
 def _ours(connection: int, number: int) -> bytes:
+    if number % 4 == 3:
+        return _request("POST", "/v1/nodes/n0/renew", b'{"run":"%s"}' % RUN.encode())
+    return _our_pair(connection, number)
+
+
+def _theirs(connection: int, number: int) -> bytes:
+    return _request("GET", f"/v1/has_key/j{connection}") if number % 4 == 3 else _their_pair(connection, number)
+
+
+def _our_pair(connection: int, number: int) -> bytes:
     if number % 2:
         return _request("PUT", f"/v1/nodes/n0/jobs/bench/j{connection}", _state(number))
     return _request("GET", f"/v1/jobs/bench/j{connection}")
 
 
-def _theirs(connection: int, number: int) -> bytes:
+def _their_pair(connection: int, number: int) -> bytes:
     if number % 2:
         return _request("PUT", f"/v1/put_binary/j{connection}", _state(number))
     return _request("GET", f"/v1/get_binary/j{connection}")

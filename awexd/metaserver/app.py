@@ -373,23 +373,21 @@ def _by_rank(rows: list[list[Any]]) -> dict[int, list[Any]]:
 
 def _report_of(body: Body) -> Report:
     local, size = body["local"], body["world_size"]
-    ranks = {rank: digest for rank, (digest,) in _by_rank(body["ranks"]).items()}
+    ranks = {rank: digest for rank, (digest,) in _by_rank(body["ranks"]).items()} if body["ranks"] else {}
     if local and not (body["epoch"] and body["keep"] and size and all(rank < size for rank in ranks)):
         raise InvalidArgument("body: a local job has an epoch, world_size and keep, and ranks below that size")
     if ranks and not local:
         raise InvalidArgument("body: ranks of a job that spans nodes are joined, not reported")
-    held = tuple(
-        Held(
-            (one["epoch"], one["step"]),
-            one["attempt"],
-            {rank: Piece(*piece) for rank, piece in _by_rank(one["pieces"]).items()},
-        )
-        for one in body["versions"]
-    )
-    if len({one.key for one in held}) < len(held):
+    held = tuple(_held(one) for one in body["versions"])
+    if len(held) > 1 and len({one.key for one in held}) < len(held):
         raise InvalidArgument("body: a version twice")
-    used = frozenset(worker["digest"] for engine in body["engines"] for worker in engine["workers"])
+    used = frozenset([worker["digest"] for engine in body["engines"] for worker in engine["workers"]])
     return Report(local, body["epoch"], size, body["keep"], ranks, held, tuple(body["engines"]), used)
+
+
+def _held(one: Body) -> Held:
+    pieces = {rank: Piece(*piece) for rank, piece in _by_rank(one["pieces"]).items()}
+    return Held((one["epoch"], one["step"]), one["attempt"], pieces)
 
 
 def _is_loopback(host: str) -> bool:

@@ -17,8 +17,8 @@ def predicate(root: Schema, schema: Schema) -> Predicate:
     """Whether a value is as the schema says."""
     schema = resolved(root, schema)
     if "anyOf" in schema:
-        options = [predicate(root, one) for one in schema["anyOf"]]
-        return lambda value: any(option(value) for option in options)
+        first, second = (predicate(root, one) for one in schema["anyOf"])
+        return lambda value: first(value) or second(value)
     if "enum" in schema:
         known = {(type(value), value) for value in schema["enum"]}
         return lambda value: isinstance(value, str | int | None) and (type(value), value) in known

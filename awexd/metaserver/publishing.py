@@ -90,6 +90,8 @@ class Publisher:
     def settle(self) -> None:
         """After every change of the state: tells what may be told, and has the rest written."""
         state = self._state
+        if not (state.touched or state.notes or state.records or state.nodes_changed != self._nodes_told):
+            return
         touched, state.touched = state.touched, set()
         for name in touched:
             if self.held(name):

@@ -195,7 +195,10 @@ class State:
 
     def _take_versions(self, job: Job, node: str, report: Report) -> list[VersionKey]:
         """Which pieces of which committed versions the node has now."""
-        refused, holds = [], {}
+        refused: list[VersionKey] = []
+        holds: dict[VersionKey, Held] = {}
+        if not report.versions and not job.versions:
+            return refused
         for held in report.versions:
             if job.attempt_of(held.key) == held.attempt:
                 holds[held.key] = held
