@@ -15,7 +15,7 @@ import orjson
 from awexd import __version__
 from awexd.metaserver import metrics, schema, views
 from awexd.metaserver.http import Connection, Head, Refused, Server, not_found, unauthorized
-from awexd.metaserver.manifests import Manifests, check_body
+from awexd.metaserver.manifests import Manifests, check_body, unpacked_bytes
 from awexd.metaserver.model import Held, Piece, Report
 from awexd.metaserver.publishing import Publisher
 from awexd.metaserver.schema import Operation, Router
@@ -29,8 +29,10 @@ EXPIRY_SECONDS = 0.25
 """How late a node that is gone may be noticed."""
 KEPT_VIEWS = 64
 """Answers about a whole job that are kept until it changes."""
-SLOW_BYTES = 64 << 10
-"""Of a manifest from which on it is checked in a thread."""
+SLOW_BYTES = 256 << 10
+"""Of a manifest, unpacked, from which on it is checked in a thread."""
+MAX_UNCHECKED_BYTES = 256 << 20
+"""Of manifests that wait for that."""
 _LOOPBACK_NAMES = ("localhost", "ip6-localhost")
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\[\]]+))(?::\d+)?")
 
@@ -72,6 +74,7 @@ class App:
         self._started = time.monotonic()
         self.manifests = Manifests(lambda: {d for job in state.jobs.values() for d in job.digests()})
         self._views: dict[str, tuple[int, bytes]] = {}
+        self._unchecked = 0
         self._checking = asyncio.Semaphore(1)
         self.publisher: Publisher
         self.server: Server
@@ -335,19 +338,26 @@ class App:
 
     def _keep_manifest(self, connection: Connection, routed: Routed, body: bytes) -> Outcome:
         digest = routed.places["digest"]
-        if len(body) > SLOW_BYTES:
+        if digest in self.manifests:
+            return self.answer({})
+        if unpacked_bytes(body) > SLOW_BYTES:
+            if self._unchecked + len(body) > MAX_UNCHECKED_BYTES:
+                raise BudgetExceeded("too many large manifests at once; send it again")
             return self._keep_large(digest, body)
-        if digest not in self.manifests:
-            check_body(body, digest)
-            self.manifests.add(digest, body)
+        check_body(body, digest)
+        self.manifests.add(digest, body)
         return self.answer({})
 
     async def _keep_large(self, digest: str, body: bytes) -> bytes:
         """One at a time: unpacked, a body may be larger than it came by far."""
-        async with self._checking:
-            if digest not in self.manifests:
-                await asyncio.to_thread(check_body, body, digest)
-                self.manifests.add(digest, body)
+        self._unchecked += len(body)
+        try:
+            async with self._checking:
+                if digest not in self.manifests:
+                    await asyncio.to_thread(check_body, body, digest)
+                    self.manifests.add(digest, body)
+        finally:
+            self._unchecked -= len(body)
         return self.answer({})
 
     # administrators
