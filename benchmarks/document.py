@@ -13,7 +13,14 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- figures: python benchmarks/document.py -->\n", "<!-- end of figures -->\n"
-TABLES = {"h200": "On one H200", "h200x2": "On two H200s of one host", "cpu": "Hand-overs", "control": "The control path", "plan": "Plans"}
+TABLES = {
+    "h200": "On one H200",
+    "h200x2": "On two H200s of one host",
+    "cpu": "Hand-overs",
+    "control": "The control path",
+    "nodes": "The MetaServer",
+    "plan": "Plans",
+}
 COLUMNS = ("figure", "value", "limit", "ratio", "bar", "met", "peer")
 MET = {True: "yes", False: "NO", None: ""}
 
