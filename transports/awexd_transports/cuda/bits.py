@@ -25,7 +25,7 @@ def differs(live: View, held: View) -> bool:
     if not live.numel:
         return False
     with torch.inference_mode(False):
-        found = torch.zeros((), dtype=torch.bool, device=f"cuda:{live.device}")
+        found = torch.zeros((), dtype=torch.bool, device=_name(live.device))
         extent = live.shape or (1,)
         rows = max(1, CHUNK * extent[0] // live.nbytes)
         for at in range(0, extent[0], rows):
@@ -39,11 +39,15 @@ def fetched(view: View, device: int | None) -> torch.Tensor:
     """The same bits in a tensor of that device, which can address them."""
     import torch
 
-    if not gather.available() or cuda.driver.lies_on(view) == view.device:
-        return view.tensor().to(f"cuda:{device}")
-    copied = torch.empty(view.shape, dtype=getattr(torch, view.dtype), device=f"cuda:{device}")
-    gather.Gather([[(View.of(copied), view)]], f"cuda:{device}").launch()
+    if view.device is None or not gather.available() or cuda.driver.lies_on(view) == view.device:
+        return view.tensor().to(_name(device))
+    copied = torch.empty(view.shape, dtype=getattr(torch, view.dtype), device=_name(device))
+    gather.Gather([[(View.of(copied), view)]], _name(device)).launch()
     return copied
+
+
+def _name(device: int | None) -> str:
+    return "cpu" if device is None else f"cuda:{device}"
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
