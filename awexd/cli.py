@@ -1,4 +1,4 @@
-"""``awexd``: the daemon and the demo."""
+"""``awexd``: the daemon, the MetaServer and the demo."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"awexd {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_serve(commands.add_parser("serve", help="run the node daemon"))
+    help_text = "run the MetaServer, which daemons of several nodes tell each other through"
+    _add_metaserver(commands.add_parser("metaserver", help=help_text, description=help_text))
     demo = commands.add_parser("demo", help="train a small real model here, handing over its weights each step")
     from awexd.demo import add_arguments
 
@@ -28,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from awexd.demo import main as demo_main
 
             return demo_main(arguments)
+        if arguments.command == "metaserver":
+            return _metaserver(arguments)
         return _serve(arguments)
     except AwexdError as error:
         print(f"awexd {arguments.command}: {error}", file=sys.stderr)
@@ -47,6 +51,43 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add("--socket-mode", help="permissions of the socket (default 660)")
     add("--lock-memory", help="keep weights resident: true or false (default true)")
     add("--log-level", help="DEBUG, INFO, WARNING or ERROR (default INFO)")
+    add("--metaserver", metavar="URL", help="the cluster's MetaServer (default: this node is by itself)")
+    add("--node", help="this node's name in the cluster (default: the host's)")
+    add("--advertise", metavar="HOST:PORT", help="where other nodes' daemons reach this one")
+    add("--token-file", metavar="FILE", help="with the token for the MetaServer")
+    add("--tls-ca", metavar="FILE", help="certificates that the MetaServer's is to be signed by")
+    add("--tls-cert", metavar="FILE", help="this daemon's own certificate chain")
+    add("--tls-key", metavar="FILE", help="its key")
+
+
+def _add_metaserver(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--host", help="name or address to listen on (default 127.0.0.1)")
+    add("--port", help="port to listen on; 0: any that is free (default 7471)")
+    add("--token-file", metavar="FILE", help="bearer tokens by role; without it only this machine is served")
+    add("--state-dir", help="folder for epochs and last steps (default /var/lib/awexd, or the user's state folder)")
+    add("--config", metavar="FILE.toml", help="settings by the same names, with '_' for '-'")
+    add("--tls-cert", metavar="FILE", help="certificate chain; with it, TLS is spoken")
+    add("--tls-key", metavar="FILE", help="its key")
+    add(
+        "--tls-client-ca",
+        metavar="FILE",
+        help="certificates that callers' are to be signed by (default: they need none)",
+    )
+    add("--node-ttl", help="seconds after which a daemon that says nothing is gone (default 15)")
+    add("--max-connections", help="open at once (default 8192)")
+    add("--log-level", help="DEBUG, INFO, WARNING or ERROR (default INFO)")
+
+
+def _metaserver(arguments: argparse.Namespace) -> int:
+    from awexd.metaserver.config import load
+    from awexd.metaserver.server import run
+
+    given = {key: value for key, value in vars(arguments).items() if key not in ("command", "config")}
+    settings = load(given, os.environ, arguments.config)
+    logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    run(settings, os.environ)
+    return 0
 
 
 def _serve(arguments: argparse.Namespace) -> int:

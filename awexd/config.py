@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,13 @@ from awexd.protocol import MAX_SOCKET_PATH_BYTES
 from awexd_transports.errors import InvalidArgument
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+Kind = Callable[[Any], Any]
+"""Makes a setting's value; ValueError says what is wanted."""
+METASERVER_SETTINGS = frozenset({"host", "port", "tls_client_ca", "node_ttl", "max_connections"})
+"""Of ``awexd metaserver`` alone: a shell may have both commands' variables."""
+_NODE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
+_ADDRESS = re.compile(r"(?:[A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}")
+_URL = re.compile(r"https?://(?:[A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
 
@@ -31,6 +38,11 @@ class Settings:
         socket_mode: permission bits of a socket that the daemon makes itself.
         lock_memory: keep segments resident where the memlock limit allows.
         log_level: as the logging module names it.
+        metaserver: URL of the cluster's MetaServer; None: this node is by itself.
+        node: this node's name in the cluster; None: the host's.
+        advertise: ``host:port`` where other nodes' daemons reach this one.
+        token_file: of the token that the MetaServer wants.
+        tls_ca: certificates that the MetaServer's is to be signed by; tls_cert, tls_key: the daemon's own.
     """
 
     socket: str
@@ -43,6 +55,13 @@ class Settings:
     socket_mode: int = 0o660
     lock_memory: bool = True
     log_level: str = "INFO"
+    metaserver: str | None = None
+    node: str | None = None
+    advertise: str | None = None
+    token_file: Path | None = None
+    tls_ca: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
 
 
 def default_socket(environ: Mapping[str, str]) -> str:
@@ -71,21 +90,38 @@ def load(arguments: Mapping[str, Any], environ: Mapping[str, str], file: str | N
         InvalidArgument: an unknown key, a value that is not of its kind, or a socket path that is too long.
     """
     values: dict[str, Any] = {"socket": default_socket(environ), "state_dir": default_state_dir(environ)}
+    settings = Settings(**values | collect(_KINDS, arguments, environ, file, METASERVER_SETTINGS))
+    check_socket_path(settings.socket)
+    return settings
+
+
+def collect(
+    kinds: Mapping[str, Kind],
+    arguments: Mapping[str, Any],
+    environ: Mapping[str, str],
+    file: str | None,
+    others: Collection[str],
+) -> dict[str, Any]:
+    """Values from all sources, each made by its kind. ``others``: of another command, passed over in the environment.
+
+    Raises:
+        InvalidArgument: an unknown key, or a value that is not of its kind.
+    """
+    values: dict[str, Any] = {}
+    inherited = {key: value for key, value in _from_environ(environ).items() if key in kinds or key not in others}
     for source, found in (
         (file or "", _from_toml(file)),
-        ("the environment", _from_environ(environ)),
+        ("the environment", inherited),
         ("the command line", {key: value for key, value in arguments.items() if value is not None}),
     ):
         for key, value in found.items():
-            if key not in _KINDS:
-                raise InvalidArgument(f"{source}: unknown setting {key!r}; known: {', '.join(sorted(_KINDS))}")
+            if key not in kinds:
+                raise InvalidArgument(f"{source}: unknown setting {key!r}; known: {', '.join(sorted(kinds))}")
             try:
-                values[key] = _KINDS[key](value)
+                values[key] = kinds[key](value)
             except (TypeError, ValueError, AttributeError) as error:
                 raise InvalidArgument(f"{source}: {key} = {value!r}: {error}") from error
-    settings = Settings(**values)
-    check_socket_path(settings.socket)
-    return settings
+    return values
 
 
 def check_socket_path(path: str) -> None:
@@ -158,7 +194,16 @@ def _path(value: Any) -> Path:
     return Path(value).absolute()
 
 
-_KINDS: dict[str, Callable[[Any], Any]] = {
+def _matching(pattern: re.Pattern[str], wanted: str) -> Kind:
+    def check(value: Any) -> str:
+        if not isinstance(value, str) or not pattern.fullmatch(value):
+            raise ValueError(wanted)
+        return value
+
+    return check
+
+
+_KINDS: dict[str, Kind] = {
     "socket": lambda value: str(_path(value)),
     "state_dir": _path,
     "memory_budget": parse_size,
@@ -169,10 +214,22 @@ _KINDS: dict[str, Callable[[Any], Any]] = {
     "socket_mode": _mode,
     "lock_memory": _boolean,
     "log_level": _level,
+    "metaserver": _matching(_URL, "http://HOST:PORT or https://HOST:PORT"),
+    "node": _matching(_NODE, "letters, digits, '.', '_' and '-' (100 at most, no leading '.')"),
+    "advertise": _matching(_ADDRESS, "HOST:PORT"),
+    "token_file": _path,
+    "tls_ca": _path,
+    "tls_cert": _path,
+    "tls_key": _path,
 }
 
 if set(_KINDS) != {field.name for field in fields(Settings)}:  # one list in two forms: they must agree
     raise RuntimeError("every setting needs a kind")
+
+
+def kinds() -> Mapping[str, Kind]:
+    """The kind of each setting, for a command that has some of the same."""
+    return _KINDS
 
 
 def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:

@@ -48,6 +48,10 @@ def _run(arguments: argparse.Namespace) -> int:
         from awexd.dryrun.command import main as plan
 
         return plan(arguments)
+    if arguments.metaserver:
+        from awexd import cluster
+
+        return cluster.main(arguments)
     if arguments.command == "events":
         return _follow(arguments)
     operation, names, show = _COMMANDS[arguments.command]
@@ -71,6 +75,12 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("--socket", help="the daemon's socket (default $AWEXD_SOCKET, else /run/awexd/awexd.sock)")
     common.add_argument("--json", action="store_true", help="one JSON object instead of text")
     common.add_argument("--timeout", type=float, default=TIMEOUT_SECONDS, help="seconds (default %(default)g)")
+    cluster = argparse.ArgumentParser(add_help=False)
+    cluster.add_argument("--metaserver", metavar="URL", help="of the whole cluster, from its MetaServer")
+    cluster.add_argument("--token-file", metavar="FILE", help="with a token for the MetaServer")
+    for name in ("ca", "cert", "key"):
+        cluster.add_argument(f"--tls-{name}", metavar="FILE", help="for the MetaServer, as for `awexd serve`")
+    parser.set_defaults(metaserver=None)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, help_text in (
         ("status", "jobs, versions held, engines and their state, memory"),
@@ -80,7 +90,8 @@ def _parser() -> argparse.ArgumentParser:
         ("rollback", "withdraw the versions after one, which is then the newest"),
         ("gc", "give back memory that nobody needs"),
     ):
-        command = commands.add_parser(name, help=help_text, description=help_text, parents=[common])
+        parents = [common, cluster] if name == "status" else [common]
+        command = commands.add_parser(name, help=help_text, description=help_text, parents=parents)
         if name == "versions":
             command.add_argument("--job", help="only this job's (OWNER/NAME, or NAME for your own)")
         elif name in ("drop", "rollback"):
@@ -92,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
                 help="the step to go back to" if name == "rollback" else "only this step's version (default: all)",
             )
     help_text = "what happened to jobs, oldest first; the last few thousand things are remembered"
-    events = commands.add_parser("events", help=help_text, description=help_text, parents=[common])
+    events = commands.add_parser("events", help=help_text, description=help_text, parents=[common, cluster])
     events.add_argument("--job", help="only this job's (OWNER/NAME, or NAME for your own)")
     events.add_argument(
         "--follow", action="store_true", help="go on with what happens from now; --json: one object a line"
@@ -134,11 +145,11 @@ def _follow(arguments: argparse.Namespace) -> int:
                 continue
             found += answer["events"]
             if arguments.follow:
-                _print_events(found, arguments)
+                print_events(found, arguments)
                 found.clear()
         connection.goodbye()
         if not arguments.follow:
-            _print_events(found, arguments)
+            print_events(found, arguments)
     except KeyboardInterrupt:
         return 0
     except AwexdError as error:
@@ -147,13 +158,13 @@ def _follow(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _print_events(events: list[Answer], arguments: argparse.Namespace) -> None:
+def print_events(events: list[Answer], arguments: argparse.Namespace) -> None:
     if arguments.json and not arguments.follow:
         print(orjson.dumps({"events": events}, option=orjson.OPT_INDENT_2).decode())
         return
     for event in events:
         moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["at"]))
-        line = orjson.dumps(event).decode() if arguments.json else f"{moment}  {event['job']}  {event['text']}"
+        line = orjson.dumps(event).decode() if arguments.json else f"{moment}  {event['job'] or '-'}  {event['text']}"
         print(line, flush=True)
 
 
@@ -170,11 +181,14 @@ def _ask(socket: str | None, operation: str, arguments: Answer, timeout: float) 
 def _status(answer: Answer) -> list[str]:
     memory = answer["memory"]
     lines = [
-        f"awexd {answer['version']}, process {answer['pid']}, {answer['socket']}, up {_ago(answer['started'])}",
+        f"awexd {answer['version']}, process {answer['pid']}, {answer['socket']}, up {ago(answer['started'])}",
         f"memory: {_size(memory['used_bytes'])} in use, {_size(memory['available_bytes'])} available, "
         + ("locked" if memory["locked"] else f"not locked ({memory['lock_problem']})"),
         f"sessions: {answer['sessions']}",
     ]
+    if told := answer["metaserver"]:
+        state = "announced" if told["connected"] else f"not announced: {told['problem']}"
+        lines.append(f"MetaServer {told['url']}, node {told['node']}: {state}")
     lines += [line for gpu in answer["phases"] for line in _phase(gpu)]
     for job in answer["jobs"]:
         held, borrowed = (
@@ -217,7 +231,7 @@ def _status(answer: Answer) -> list[str]:
 def _phase(gpu: Answer) -> list[str]:
     def named(claim: Answer) -> str:
         gone = "" if claim["connected"] else ", not connected again yet"
-        return f"{claim['who']} of {claim['job']} (process {claim['pid']}{gone}) since {_ago(claim['since'])}"
+        return f"{claim['who']} of {claim['job']} (process {claim['pid']}{gone}) since {ago(claim['since'])}"
 
     held = "; ".join(map(named, gpu["holders"])) or "nobody"
     lines = [f"GPU {gpu['gpu']}: phase {gpu['phase'] or '-'}: {held}"]
@@ -241,7 +255,7 @@ def _versions(answer: Answer) -> list[str]:
         [row["job"], f"{row['epoch']}", f"{row['step']}", row["state"], _size(row["bytes"]), f"{row['leases']}"]
         for row in answer["versions"]
     ]
-    return _table(["JOB", "EPOCH", "STEP", "STATE", "SIZE", "LEASES"], rows)
+    return table(["JOB", "EPOCH", "STEP", "STATE", "SIZE", "LEASES"], rows)
 
 
 def _sessions(answer: Answer) -> list[str]:
@@ -258,7 +272,7 @@ def _sessions(answer: Answer) -> list[str]:
         ]
         for row in answer["sessions"]
     ]
-    return _table(["SESSION", "PID", "UID", "ROLE", "JOB", "ENGINE", "RANK", "STATE"], rows)
+    return table(["SESSION", "PID", "UID", "ROLE", "JOB", "ENGINE", "RANK", "STATE"], rows)
 
 
 def _withdrawn(answer: Answer) -> list[str]:
@@ -283,7 +297,7 @@ _COMMANDS: dict[str, tuple[str, tuple[str, ...], Show]] = {
 """Command to operation, its arguments and how its answer is shown."""
 
 
-def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [head, *rows])
     return [line.rstrip() for line in lines]
@@ -298,7 +312,7 @@ def _size(nbytes: int) -> str:
     return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
 
 
-def _ago(moment: float) -> str:
+def ago(moment: float) -> str:
     seconds = max(0, int(time.time() - moment))
     hours, minutes = seconds // 3600, seconds % 3600 // 60
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds % 60} s"

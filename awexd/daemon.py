@@ -13,7 +13,8 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import MutableMapping
+from collections.abc import Coroutine, MutableMapping
+from typing import Any
 
 import uvloop
 
@@ -100,6 +101,9 @@ async def _main(settings: Settings, environ: MutableMapping[str, str], received:
             daemon = Daemon(settings, memory, journal, background)
             await daemon.adopt()
             serving = [group.create_task(daemon.accept(listener))]
+            announcing = daemon.announcing()
+            if announcing is not None:
+                serving.append(group.create_task(announcing))
             if interval is not None:
                 serving.append(group.create_task(keep_watchdog(notifier, interval)))
             gc.collect()
@@ -134,8 +138,9 @@ class Daemon:
         self._service = Service(settings, self._store, memory, journal, background)
         self._session_ids = (f"s{n}" for n in itertools.count(1))
         self._sessions: dict[asyncio.Task[None], Channel] = {}
-        for operations in (Trainers, Lenders, Relay, Engines, Parking, Report, Control):
+        for operations in (Trainers, Lenders, Relay, Engines, Parking, Control):
             operations(self._service)
+        self._report = Report(self._service)
         self._phasing = Phasing(self._service, journal)
 
     async def adopt(self) -> None:
@@ -146,6 +151,20 @@ class Daemon:
         await self._phasing.adopt()
         self._service.settle()
         self._service.watch_idle()
+
+    def announcing(self) -> Coroutine[Any, Any, None] | None:
+        """Tells the MetaServer of this daemon, until cancelled; None where there is none.
+
+        Raises:
+            AwexdError: its token or TLS files cannot be used.
+        """
+        if self._settings.metaserver is None:
+            return None
+        from awexd.announcing import Announcer  # aiohttp: only where it is needed
+
+        announcer = Announcer(self._service, self._settings)
+        self._report.cluster = announcer.status
+        return announcer.keep()
 
     def summary(self) -> str:
         """One line for systemd's status and the log."""

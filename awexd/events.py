@@ -21,7 +21,9 @@ class Event:
     Attributes:
         number: counts from 1 in each start of the daemon.
         at: seconds since 1970, for people.
-        kind: ``epoch``, ``joined``, ``left``, ``committed``, ``withdrawn``, ``failed``, ``expired`` or ``closed``.
+        kind: ``epoch``, ``joined``, ``left``, ``committed``, ``withdrawn``, ``failed``, ``expired``, ``closed`` or
+            ``metaserver``.
+        job: "" where it is of none.
         text: a sentence without the job's name.
     """
 
@@ -42,7 +44,7 @@ class Events:
     def add(self, kind: str, job: str, text: str, level: int = logging.INFO) -> None:
         self.last += 1
         self._events.append(Event(self.last, time.time(), kind, job, text))
-        _log.log(level, "job %s: %s", job, text)
+        _log.log(level, "%s%s", f"job {job}: " if job else "", text)
 
     def after(self, number: int) -> list[dict[str, Any]]:
         """What is newer than that event, oldest first, as far as it is remembered."""

@@ -6,7 +6,7 @@ import itertools
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import orjson
@@ -27,6 +27,8 @@ class Report:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._started = time.time()
+        self.cluster: Callable[[], dict[str, Any]] | None = None
+        """What there is to say of the MetaServer, where there is one."""
         service.add({"status": self._status, "versions": self._versions, "sessions": self._sessions})
         service.add({"events": self._events, "read.engine": self._one_engine, "manifests": self._manifests})
 
@@ -45,6 +47,7 @@ class Report:
                     "locked": not memory.lock_problem,
                     "lock_problem": memory.lock_problem,
                 },
+                "metaserver": self.cluster() if self.cluster else None,
                 "sessions": len(store.sessions),
                 "jobs": [self._job(job) for job in self._visible(call)],
                 "phases": [
@@ -137,7 +140,8 @@ class Report:
         found = [
             event
             for event in events.after(min(after or 0, events.last))
-            if name in (None, event["job"]) and access.may_read(event["job"], jobs.get(event["job"]), call.peer)
+            if name in (None, event["job"])
+            and (not event["job"] or access.may_read(event["job"], jobs.get(event["job"]), call.peer))
         ]
         if after is not None and not found:
             return Wait(EVENTS, lambda: "something to happen")

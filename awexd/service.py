@@ -12,7 +12,7 @@ import logging
 import os
 import struct
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from typing import Any, NamedTuple, Union
 
 from awexd.access import Peer
@@ -82,6 +82,8 @@ class Service:
         self.allocator = Allocator(store, memory, background, self.settle)
         self.changes = Signals()
         self.events = Events()
+        self.followers: list[Callable[[Collection[str]], None]] = []
+        """Called with the names of jobs that have changed; they must not take long."""
         self.lent: dict[str, int] = {}
         """What describes borrowed segments: a memfd each."""
         self._settling = self._expiring = self._noted = False
@@ -139,6 +141,8 @@ class Service:
         touched, store.touched = store.touched, set()
         for name in touched:
             self.changes.fire(name)  # first, since somebody waits for it
+        for follow in self.followers:
+            follow(touched)
         if self._noted:
             self._noted = False
             self.changes.fire(EVENTS)

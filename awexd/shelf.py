@@ -58,6 +58,9 @@ class Shelf:
             await asyncio.to_thread(self._journal.save_manifest, digest, body)
             self._bodies[digest] = body
 
+    def body(self, digest: str) -> bytes | None:
+        return self._bodies.get(digest)
+
     def bundle(self, digests: Iterable[str]) -> tuple[list[list[str | int]], int]:
         """Their bodies in one memfd; see :func:`awexd.manifests.bundle`."""
         return bundle(digests, self._bodies)

@@ -16,7 +16,7 @@ PACKAGES = {
     "awexd_transports": ROOT / "transports" / "awexd_transports",
 }
 # The command modules sit on top of all three packages and import lazily.
-COMMANDS = {"awexd/cli.py", "awexd/ctl.py", "awexd/verifying.py"}
+COMMANDS = {"awexd/cli.py", "awexd/cluster.py", "awexd/ctl.py", "awexd/verifying.py"}
 COMMAND_FOLDERS = ("awexd/bench/", "awexd/demo/", "awexd/dryrun/")
 IMPORT_SECONDS = 5.0
 
@@ -37,7 +37,7 @@ def _loaded_by(module: str) -> set[str]:
         ("awexd.systemd", {"torch", "aiohttp", "uvloop", "numpy"}),
         ("awexd.cli", {"torch", "transformers", "matplotlib"}),
         ("awexd.ctl", {"torch", "transformers", "matplotlib"}),
-        ("awexd.daemon", {"torch", "transformers"}),
+        ("awexd.daemon", {"torch", "transformers", "aiohttp"}),
         ("awexd_transports.errors", {"torch", "aiohttp", "uvloop"}),
         ("awexd_transports.layout", {"torch", "aiohttp", "uvloop"}),
         ("awexd_transports.plan", {"torch", "aiohttp", "uvloop"}),

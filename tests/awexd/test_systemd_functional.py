@@ -9,12 +9,14 @@ import socket
 import subprocess
 import sys
 import tomllib
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
+from awexd.metaserver.config import load
 from awexd.protocol import Decoder, Message, check_hello, encode, hello
 
 UNITS = Path(__file__).parents[2] / "systemd"
@@ -35,7 +37,7 @@ def units(tmp_path: Path) -> Path:
     """Our units, with a program that exists on this machine in ExecStart=; its arguments stay."""
     folder = tmp_path / "units"
     folder.mkdir()
-    for name in ("awexd.service", "awexd.socket"):
+    for name in ("awexd.service", "awexd.socket", "awexd-metaserver.service"):
         text, count = re.subn(r"(?m)^ExecStart=\S+", "ExecStart=/bin/true", (UNITS / name).read_text())
         assert count == name.endswith(".service")
         (folder / name).write_text(text)
@@ -45,7 +47,7 @@ def units(tmp_path: Path) -> Path:
 @pytest.mark.systemd
 @needs("systemd-analyze")
 def test_units_verify_without_a_word(units: Path) -> None:
-    done = _run("systemd-analyze", "verify", units / "awexd.service", units / "awexd.socket")
+    done = _run("systemd-analyze", "verify", *sorted(units.iterdir()))
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -63,9 +65,10 @@ def test_verify_sees_a_misspelt_unit(units: Path, key: str, misspelt: str) -> No
 
 @pytest.mark.systemd
 @needs("systemd-analyze")
-def test_service_exposure_is_low(units: Path) -> None:
-    done = _run("systemd-analyze", "security", "--offline=true", "--no-pager", units / "awexd.service")
-    exposure = re.search(r"exposure level for awexd\.service: ([0-9.]+)", done.stdout)
+@pytest.mark.parametrize("name", ["awexd", "awexd-metaserver"])
+def test_service_exposure_is_low(units: Path, name: str) -> None:
+    done = _run("systemd-analyze", "security", "--offline=true", "--no-pager", units / f"{name}.service")
+    exposure = re.search(rf"exposure level for {name}\.service: ([0-9.]+)", done.stdout)
     assert exposure, done.stderr
     assert float(exposure[1]) <= EXPOSURE_BOUND
 
@@ -85,6 +88,14 @@ def test_units_and_example_name_the_same_paths() -> None:
     assert f"ListenStream={settings['socket']}\n" in listener
     assert f"StateDirectory={settings['state_dir'].removeprefix('/var/lib/')}\n" in service
     assert not re.search(r"(?m)^RuntimeDirectory=", service)  # it would take the socket's directory over
+
+
+def test_unit_and_example_of_the_metaserver_name_the_same_paths() -> None:
+    service, example = (UNITS / "awexd-metaserver.service").read_text(), UNITS / "metaserver.toml"
+    settings = load({}, {}, str(example))
+    assert f"StateDirectory={settings.state_dir.name}\n" in service
+    assert str(settings.state_dir.parent) == "/var/lib"
+    assert f"--config /etc/awexd/{example.name}\n" in service
 
 
 # The daemon itself, as systemd starts it.
@@ -204,3 +215,16 @@ def test_daemon_keeps_the_watchdog_only_from_its_own_process(tmp_path: Path, man
         process.send_signal(signal.SIGTERM)
         assert "WATCHDOG=1" not in _await_field(manager, process, "STOPPING=1")
         _check_exit(process)
+
+
+def test_metaserver_says_when_it_serves_where_and_that_it_lives(tmp_path: Path, manager: socket.socket) -> None:
+    command = [sys.executable, "-m", "awexd", "metaserver", "--port", "0", "--state-dir", str(tmp_path / "state")]
+    environ = {"NOTIFY_SOCKET": manager.getsockname(), "WATCHDOG_USEC": "100000"}
+    with _running(command, **environ) as process:
+        told = _await_field(manager, process, "READY=1")
+        told += _await_field(manager, process, "WATCHDOG=1")
+        (url,) = re.findall(r"STATUS=serving (http://127\.0\.0\.1:\d+)", "\n".join(told))
+        assert urllib.request.urlopen(f"{url}/healthz", timeout=DEADLINE).status == 200
+        process.send_signal(signal.SIGTERM)
+        _await_field(manager, process, "STOPPING=1")
+        assert process.wait(DEADLINE) == -signal.SIGTERM

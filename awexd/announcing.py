@@ -1,0 +1,247 @@
+"""A daemon tells the MetaServer what it has: itself, and of each job its ranks, engines and held versions.
+
+Nothing on the socket's path waits for this: a change only leaves a job's name here. What is told of a job is always
+all of it, so that a lost answer, and a restart of either side, is mended by telling it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import re
+import secrets
+import socket
+import time
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from awexd import __version__
+from awexd.config import Settings
+from awexd.metaclient import MetaClient, tls_context, token_for
+from awexd.service import Service
+from awexd.store.model import Engine, Job
+from awexd_transports.errors import AwexdError, BudgetExceeded, DaemonUnavailable, DeadlineExceeded
+
+RENEWALS = 3
+"""In the time after which a daemon that says nothing is gone."""
+BACKOFF_SECONDS = (0.1, 5.0)
+LEAVE_SECONDS = 2.0
+_TRANSIENT = (DaemonUnavailable, DeadlineExceeded, BudgetExceeded)
+_log = logging.getLogger(__name__)
+
+
+class _Anew(Exception):
+    """The MetaServer does not know this daemon (any more)."""
+
+
+class Announcer:
+    """Announces one daemon until cancelled.
+
+    Attributes:
+        node: its name. ``run``: of this process.
+        key: of the tickets for it, from the MetaServer's present process; None while there is none.
+
+    Raises:
+        InvalidArgument, AccessDenied: its token or TLS files cannot be used.
+    """
+
+    def __init__(self, service: Service, settings: Settings) -> None:
+        if settings.metaserver is None:
+            raise ValueError("no MetaServer")
+        self.node = settings.node or host_name()
+        self.run = secrets.token_hex(8)
+        self.key: bytes | None = None
+        self._url = settings.metaserver
+        self._service = service
+        self._address = settings.advertise
+        self._token = token_for(settings.token_file, "node")
+        self._context = tls_context(self._url, settings.tls_ca, settings.tls_cert, settings.tls_key)
+        self._clock = 0.0
+        self._dirty: set[str] = set()
+        self._told: set[str] = set()
+        self._refused: dict[str, str] = {}
+        self._bodies: set[str] = set()
+        self._changed = asyncio.Event()
+        self._problem: str | None = "not announced yet"
+        service.followers.append(self.changed)
+
+    def changed(self, jobs: Collection[str]) -> None:
+        """Something of these jobs has changed."""
+        self._dirty.update(jobs)
+        self._changed.set()
+
+    def clock(self) -> float:
+        """The MetaServer's clock, as far as this daemon knows it: seconds, behind by at most an answer's way."""
+        return time.monotonic() + self._clock
+
+    def status(self) -> dict[str, Any]:
+        """For people."""
+        return {"url": self._url, "node": self.node, "connected": self._problem is None, "problem": self._problem}
+
+    async def keep(self) -> None:
+        """Announces, tells of changes, renews; again and again where the MetaServer is away. Leaves when cancelled."""
+        async with MetaClient(self._url, self._token, self._context) as client:
+            pause = BACKOFF_SECONDS[0]
+            try:
+                while True:
+                    try:
+                        await self._announce(client)
+                        pause = BACKOFF_SECONDS[0]
+                        await self._tell(client)
+                    except _Anew:
+                        continue
+                    except AwexdError as error:
+                        self._away(error)
+                    except Exception:  # noqa: BLE001 - a fault of ours ends no daemon
+                        _log.exception("announcing failed")
+                        self._away(AwexdError("announcing to the MetaServer failed; the log has more"))
+                    await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+                    pause = min(2 * pause, BACKOFF_SECONDS[1])
+            finally:
+                if self._problem is None:
+                    with contextlib.suppress(AwexdError):
+                        path = f"/v1/nodes/{self.node}"
+                        await client.call("DELETE", path, query={"run": self.run}, timeout=LEAVE_SECONDS)
+
+    async def _announce(self, client: MetaClient) -> None:
+        body = {"run": self.run, "address": self._address, "version": __version__}
+        answer = await client.call("PUT", f"/v1/nodes/{self.node}", body)
+        try:
+            self.key = bytes.fromhex(answer["key"])
+            self._run, self._ttl = str(answer["run"]), answer["ttl_ms"] / 1000
+            self._clock = answer["clock_ms"] / 1000 - time.monotonic()
+        except (KeyError, TypeError, ValueError) as error:
+            raise DaemonUnavailable(
+                f"the MetaServer at {self._url} answers otherwise than this version expects"
+            ) from error
+        self._bodies.clear()
+        self._refused.clear()
+        self._told.clear()
+        self.changed(self._service.store.jobs)
+        if self._problem is not None:
+            self._problem = None
+            self._service.note("metaserver", "", f"announced to the MetaServer at {self._url} as {self.node}")
+            self._service.settle()
+
+    def _away(self, error: AwexdError) -> None:
+        self.key = None
+        if self._problem != str(error):
+            self._problem = str(error)
+            text = f"{error}; this node's own jobs go on without it"
+            self._service.note("metaserver", "", text, logging.WARNING)
+            self._service.settle()
+
+    async def _tell(self, client: MetaClient) -> None:
+        """Tells of changes, and that it is still there, until something fails."""
+        renewal = time.monotonic() + self._ttl / RENEWALS
+        while True:
+            while self._dirty and time.monotonic() < renewal:
+                await self._report(client, self._dirty.pop())
+            if time.monotonic() >= renewal:
+                answer = await self._ask(client, "POST", f"/v1/nodes/{self.node}/renew", {"run": self.run})
+                self._clock = answer["clock_ms"] / 1000 - time.monotonic()
+                renewal = time.monotonic() + self._ttl / RENEWALS
+            self._changed.clear()
+            if not self._dirty:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(max(0.0, renewal - time.monotonic())):
+                        await self._changed.wait()
+
+    async def _report(self, client: MetaClient, name: str) -> None:
+        """All of one job, if it still is there; manifests first, so that whoever hears of them can have them."""
+        job = self._service.store.jobs.get(name)
+        path = f"/v1/nodes/{self.node}/jobs/{name}"
+        try:
+            if job is None:
+                if name in self._told:
+                    await self._ask(client, "DELETE", path, query={"run": self.run})
+                    self._told.discard(name)
+                return
+            await self._send_manifests(client, job)
+            await self._ask(client, "PUT", path, report_of(job) | {"run": self.run})
+            self._told.add(name)
+            self._refused.pop(name, None)
+        except (_Anew, *_TRANSIENT):
+            self._dirty.add(name)
+            raise
+        except AwexdError as error:
+            # Its next change is told again; until then nothing would come of it.
+            if self._refused.get(name) != str(error):
+                self._refused[name] = str(error)
+                self._service.note("metaserver", name, f"the MetaServer refuses it: {error}", logging.WARNING)
+                self._service.settle()
+
+    async def _send_manifests(self, client: MetaClient, job: Job) -> None:
+        """Those that are not there yet."""
+        wanted = list(dict.fromkeys(digest for digest in _digests(job) if digest not in self._bodies))
+        if not wanted:
+            return
+        answer = await self._ask(client, "POST", "/v1/manifests/missing", {"digests": wanted})
+        for digest in answer["missing"]:
+            body = self._service.shelf.body(digest)
+            if body is not None:
+                await self._ask(client, "PUT", f"/v1/manifests/{digest}", body)
+        self._bodies.update(wanted)
+
+    async def _ask(self, client: MetaClient, method: str, path: str, body: Any = None, **more: Any) -> Any:
+        try:
+            answer = await client.call(method, path, body, **more)
+        except AwexdError as error:
+            if error.details.get("announce"):
+                raise _Anew from error
+            raise
+        if client.run != self._run:
+            raise _Anew
+        return answer
+
+
+def report_of(job: Job) -> dict[str, Any]:
+    """What the MetaServer is told of a job whose writers are all on this node; as ``ReportBody`` of its document."""
+    versions = [version for version in job.held() if not version.borrowed]
+    segments = [[job.segments[segment_id] for segment_id in version.segments] for version in versions]
+    return {
+        "local": job.epoch > 0,
+        "epoch": job.epoch,
+        "world_size": job.world_size,
+        "keep": job.keep,
+        "ranks": [[rank, writer.digest] for rank, writer in sorted(job.writers.items())],
+        "versions": [
+            {
+                "epoch": version.key[0],
+                "step": version.key[1],
+                "attempt": version.attempt,
+                "pieces": [[segment.rank, segment.digest, segment.nbytes] for segment in held],
+            }
+            for version, held in zip(versions, segments, strict=True)
+        ],
+        "engines": [_engine(engine) for engine in job.engines.values() if engine.workers],
+    }
+
+
+def _engine(engine: Engine) -> dict[str, Any]:
+    workers = [
+        {
+            "rank": worker.rank,
+            "state": worker.state,
+            "version": list(worker.version) if worker.version else None,
+            "digest": worker.digest,
+        }
+        for _, worker in sorted(engine.workers.items())
+    ]
+    return {"engine": engine.name, "world_size": engine.world_size, "workers": workers}
+
+
+def _digests(job: Job) -> Iterable[str]:
+    yield from (writer.digest for writer in job.writers.values())
+    for version in job.held():
+        yield from () if version.borrowed else version.digests
+    for engine in job.engines.values():
+        yield from (worker.digest for worker in engine.workers.values())
+
+
+def host_name() -> str:
+    """This host's name, as a node may be named."""
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:100].lstrip(".-")
+    return name or "node"

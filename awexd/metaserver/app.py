@@ -1,0 +1,388 @@
+"""The MetaServer's routes: from a request to the state, and from the state to an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import re
+import time
+from collections.abc import Callable, Coroutine
+from importlib import resources
+from typing import Any, NamedTuple
+
+import orjson
+
+from awexd import __version__
+from awexd.metaserver import metrics, schema, views
+from awexd.metaserver.http import Connection, Head, Refused, Server, not_found, unauthorized
+from awexd.metaserver.manifests import Manifests, check_body
+from awexd.metaserver.model import Held, Piece, Report
+from awexd.metaserver.publishing import Publisher
+from awexd.metaserver.schema import Operation, Router
+from awexd.metaserver.state import TICKET_SECONDS, State
+from awexd.metaserver.tokens import ROLES, Tokens
+from awexd.metaserver.watching import MAX_STREAMS
+from awexd_transports.errors import AccessDenied, BudgetExceeded, InvalidArgument
+
+DEFAULT_WAIT_MS = 30_000
+EXPIRY_SECONDS = 0.25
+"""How late a node that is gone may be noticed."""
+SLOW_BYTES = 64 << 10
+"""Of a manifest from which on it is checked in a thread."""
+_LOOPBACK_NAMES = ("localhost", "ip6-localhost")
+_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\[\]]+))(?::\d+)?")
+
+Outcome = bytes | Coroutine[Any, Any, bytes] | None
+Body = dict[str, Any]
+
+
+class Routed(NamedTuple):
+    """A request whose head was accepted. ``job``: the one that its path names, or ""."""
+
+    operation: Operation
+    places: dict[str, str]
+    query: dict[str, Any]
+    job: str
+
+    @property
+    def max_bytes(self) -> int:
+        return self.operation.max_bytes
+
+
+class App:
+    """The routes of ``openapi.json``, by their operationId.
+
+    Args:
+        tokens: None: whoever reaches the listener may do everything, and must call it by a name of this machine's
+            loopback, so that no web page can reach it under a name of its own.
+    """
+
+    def __init__(self, state: State, tokens: Tokens | None) -> None:
+        self._state = state
+        self._tokens = tokens
+        self._document = schema.document()
+        operations = schema.operations(self._document)
+        self._router = Router(operations)
+        self._routes: dict[str, Callable[[Connection, Routed, Any], Outcome]] = {
+            operation.name: getattr(self, f"_{operation.name}") for operation in operations
+        }
+        self._page_body = resources.files("awexd.metaserver").joinpath("page.html").read_bytes()
+        self._started = time.monotonic()
+        self.manifests = Manifests(lambda: {d for job in state.jobs.values() for d in job.digests()})
+        self._checking = asyncio.Semaphore(1)
+        self.publisher: Publisher
+        self.server: Server
+
+    # of the connections
+
+    def route(self, head: Head) -> Routed:
+        """Where a request goes, if its caller may call that.
+
+        Raises:
+            Refused, AwexdError: it goes nowhere.
+        """
+        operation, places = self._router.find(head.method, head.path)
+        self._check_caller(head, operation)
+        if operation.body is not None:
+            kind = head.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind != "application/json":  # a web page cannot send that elsewhere without being asked
+                raise Refused(415, "Content-Type: application/json is wanted", "invalid_argument")
+        job = f"{places['owner']}/{places['name']}" if "owner" in places else ""
+        return Routed(operation, places, operation.query(head.query), job)
+
+    def _check_caller(self, head: Head, operation: Operation) -> None:
+        if self._tokens is None:
+            if not _is_loopback(head.headers["host"]):
+                raise Refused(421, "without a token file only loopback names are served", AccessDenied.code)
+            return
+        if operation.role is None:
+            return
+        scheme, _, token = head.headers.get("authorization", "").partition(" ")
+        level = self._tokens.level(token.strip()) if scheme.lower() == "bearer" else -1
+        if level < 0:
+            raise unauthorized("a bearer token is wanted: Authorization: Bearer TOKEN")
+        if level < ROLES.index(operation.role):
+            raise AccessDenied(f"the role {operation.role} is wanted; this token has {ROLES[level]}")
+
+    def handle(self, connection: Connection, head: Head, routed: Routed, body: bytes) -> Outcome:
+        """Answers a request as far as it goes now."""
+        operation = routed.operation
+        value: Any = body
+        if operation.body is not None:
+            try:
+                value = orjson.loads(body)
+            except orjson.JSONDecodeError as error:
+                raise InvalidArgument(f"the body is not JSON: {error}") from error
+            operation.body(value, "body")
+        try:
+            return self._routes[operation.name](connection, routed, value)
+        finally:
+            self.publisher.settle()
+
+    def answer(self, value: Any) -> bytes:
+        return self.server.answer(200, orjson.dumps(value))
+
+    def _told(self, value: Any, job: str) -> Outcome:
+        """The answer to what has changed a job: once that is on disk, if it has to be."""
+        answer = self.answer(value)
+        return self._after_disk(answer, job) if self.publisher.held(job) else answer
+
+    async def _after_disk(self, answer: bytes, job: str) -> bytes:
+        await self.publisher.durable(job)
+        return answer
+
+    async def expire(self) -> None:
+        """Lets nodes go that have not renewed, until cancelled."""
+        while True:
+            await asyncio.sleep(EXPIRY_SECONDS)
+            self._state.expire(time.monotonic())
+            self.publisher.settle()
+
+    # what anyone may ask
+
+    def _page(self, connection: Connection, routed: Routed, body: bytes) -> bytes:
+        return self.server.answer(200, self._page_body, "text/html; charset=utf-8")
+
+    def _healthz(self, connection: Connection, routed: Routed, body: bytes) -> bytes:
+        return self.answer({"status": "ok", "version": __version__})
+
+    def _openapi(self, connection: Connection, routed: Routed, body: bytes) -> bytes:
+        return self.server.answer(200, self._document)
+
+    # readers
+
+    def _metrics(self, connection: Connection, routed: Routed, body: bytes) -> bytes:
+        text = metrics.text(self._state, self.manifests, self.publisher, self.server)
+        return self.server.answer(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
+
+    def _status(self, connection: Connection, routed: Routed, body: bytes) -> bytes:
+        return self.answer(
+            {
+                "version": __version__,
+                "run": self._state.run,
+                "up_ms": int((time.monotonic() - self._started) * 1000),
+                "seq": self.publisher.events.last,
+                "nodes": self._node_rows(),
+                "jobs": self._briefs(),
+                "manifests": {"bodies": len(self.manifests), "bytes": self.manifests.nbytes},
+            }
+        )
+
+    def _nodes(self, connection: Connection, routed: Routed, body: bytes) -> bytes:
+        return self.answer({"nodes": self._node_rows()})
+
+    def _node_rows(self) -> list[dict[str, Any]]:
+        now = time.monotonic()
+        return [views.node(node, self._state.ttl, now) for _, node in sorted(self._state.nodes.items())]
+
+    def _jobs(self, connection: Connection, routed: Routed, body: bytes) -> bytes:
+        return self.answer({"jobs": self._briefs()})
+
+    def _briefs(self) -> list[orjson.Fragment]:
+        return [orjson.Fragment(brief) for _, (_, brief, _) in sorted(self.publisher.briefs.items())]
+
+    def _job(self, connection: Connection, routed: Routed, body: bytes) -> Outcome:
+        self._state.find(routed.job)
+        if self.publisher.held(routed.job):
+            return self._job_later(routed.job)
+        return self.answer(views.view(self._state.find(routed.job)))
+
+    async def _job_later(self, job: str) -> bytes:
+        await self.publisher.durable(job)
+        return self.answer(views.view(self._state.find(job)))
+
+    def _watch(self, connection: Connection, routed: Routed, body: bytes) -> Outcome:
+        found = self.publisher.briefs.get(routed.job)
+        after = routed.query.get("after", 0)
+        if found is None and not after:
+            raise not_found(f"no job {routed.job} here")
+        # A seq that is not of this process's: whoever has it missed something.
+        if found is None or after != found[0]:
+            return found[2] if found else self.answer(views.closed(routed.job, self.publisher.events.last))
+        self.publisher.waiters(routed.job).add(connection, routed.query.get("timeout_ms", DEFAULT_WAIT_MS) / 1000)
+        return None
+
+    def _events(self, connection: Connection, routed: Routed, body: bytes) -> Outcome:
+        events, after = self.publisher.events, routed.query.get("after", 0)
+        if after != events.last:
+            return self.answer(events.page(after, routed.query.get("limit", 500)))
+        events.waiters.add(connection, routed.query.get("timeout_ms", DEFAULT_WAIT_MS) / 1000)
+        return None
+
+    def _stream(self, connection: Connection, routed: Routed, body: bytes) -> Outcome:
+        events = self.publisher.events
+        if len(events.streams) >= MAX_STREAMS:
+            raise BudgetExceeded(f"{MAX_STREAMS} streams are open already")
+        head = self.server.head(200, "text/event-stream") + "Connection: close\r\n\r\n"
+        events.follow(connection, head.encode(), routed.query.get("after", events.last))
+        return None
+
+    def _manifest(self, connection: Connection, routed: Routed, body: bytes) -> bytes:
+        found = self.manifests.get(routed.places["digest"])
+        if found is None:
+            raise not_found(f"no manifest {routed.places['digest']} here")
+        return self.server.answer(200, found, "application/octet-stream")
+
+    # nodes
+
+    def _announce(self, connection: Connection, routed: Routed, body: Body) -> bytes:
+        now = time.monotonic()
+        node = self._state.announce(routed.places["node"], body["run"], body["address"], body["version"], now)
+        return self.answer(self._renewed(now) | {"key": node.key.hex()})
+
+    def _renew(self, connection: Connection, routed: Routed, body: Body) -> bytes:
+        now = time.monotonic()
+        self._state.renew(routed.places["node"], body["run"], now)
+        return self.answer(self._renewed(now))
+
+    def _renewed(self, now: float) -> dict[str, Any]:
+        return {"run": self._state.run, "ttl_ms": int(self._state.ttl * 1000), "clock_ms": int(now * 1000)}
+
+    def _leave(self, connection: Connection, routed: Routed, body: bytes) -> bytes:
+        self._state.leave(routed.places["node"], routed.query["run"])
+        return self.answer({})
+
+    def _report(self, connection: Connection, routed: Routed, body: Body) -> Outcome:
+        report = _report_of(body)
+        refused = self._state.report(routed.places["node"], body["run"], routed.job, report)
+        return self._told({"refused": refused}, routed.job)
+
+    def _forget(self, connection: Connection, routed: Routed, body: bytes) -> Outcome:
+        self._state.forget(routed.places["node"], routed.query["run"], routed.job)
+        return self._told({}, routed.job)
+
+    def _join(self, connection: Connection, routed: Routed, body: Body) -> Outcome:
+        ranks = _by_rank(body["ranks"])
+        job = self._state.join(
+            body["node"],
+            body["run"],
+            routed.job,
+            {rank: (incarnation, digest) for rank, (incarnation, digest) in ranks.items()},
+            world_size=body["world_size"],
+            keep=body["keep"],
+            epoch=body["epoch"],
+            after=body["after"],
+        )
+        waits = job.pending is not None and bool(job.pending.members.keys() & ranks.keys())
+        complete = not waits and not job.absent
+        known = [[rank, member.digest] for rank, member in sorted(job.members.items())] if complete else []
+        value = {"job": job.name, "epoch": job.epoch, "pending": waits, "complete": complete, "ranks": known}
+        return self._told(value, routed.job)
+
+    def _part(self, connection: Connection, routed: Routed, body: Body) -> bytes:
+        self._state.part(body["node"], body["run"], routed.job, body["ranks"])
+        return self.answer({})
+
+    def _begin(self, connection: Connection, routed: Routed, body: Body) -> Outcome:
+        where = (body["node"], body["run"], routed.job, body["epoch"], body["step"])
+        attempt = self._state.begin(*where, body["ranks"])
+        return self._told({"attempt": attempt.number, "sealed": sorted(attempt.sealed)}, routed.job)
+
+    def _seal(self, connection: Connection, routed: Routed, body: Body) -> Outcome:
+        where = (body["node"], body["run"], routed.job, body["epoch"], body["step"])
+        pieces = {rank: Piece(*piece) for rank, piece in _by_rank(body["pieces"]).items()}
+        committed = self._state.seal(*where, body["attempt"], pieces)
+        job = self._state.find(routed.job)
+        attempt = job.attempts.get(body["step"])
+        missing = sorted(set(range(job.world_size)) - attempt.sealed.keys()) if attempt and not committed else []
+        return self._told({"committed": committed, "missing": missing}, routed.job)
+
+    def _abort(self, connection: Connection, routed: Routed, body: Body) -> Outcome:
+        where = (body["node"], body["run"], routed.job, body["epoch"], body["step"])
+        aborted = self._state.abort(*where, body["attempt"], body["reason"])
+        return self._told({"aborted": aborted}, routed.job)
+
+    def _ticket(self, connection: Connection, routed: Routed, body: Body) -> Outcome:
+        if self.publisher.held(routed.job):
+            return self._ticket_later(routed, body)
+        return self._ticket_now(routed, body)
+
+    async def _ticket_later(self, routed: Routed, body: Body) -> bytes:
+        await self.publisher.durable(routed.job)
+        return self._ticket_now(routed, body)
+
+    def _ticket_now(self, routed: Routed, body: Body) -> bytes:
+        version = (body["epoch"], body["step"])
+        now = time.monotonic()
+        made = self._state.ticket(body["node"], body["run"], routed.job, version, body["source"], now)
+        ticket, key, source = made
+        return self.answer(
+            {
+                "ticket": ticket.encode().decode(),
+                "key": key.hex(),
+                "source": source.name,
+                "address": source.address,
+                "ttl_ms": int(TICKET_SECONDS * 1000),
+            }
+        )
+
+    def _missing(self, connection: Connection, routed: Routed, body: Body) -> bytes:
+        return self.answer({"missing": [digest for digest in body["digests"] if digest not in self.manifests]})
+
+    def _keep_manifest(self, connection: Connection, routed: Routed, body: bytes) -> Outcome:
+        digest = routed.places["digest"]
+        if len(body) > SLOW_BYTES:
+            return self._keep_large(digest, body)
+        if digest not in self.manifests:
+            check_body(body, digest)
+            self.manifests.add(digest, body)
+        return self.answer({})
+
+    async def _keep_large(self, digest: str, body: bytes) -> bytes:
+        """One at a time: unpacked, a body may be larger than it came by far."""
+        async with self._checking:
+            if digest not in self.manifests:
+                await asyncio.to_thread(check_body, body, digest)
+                self.manifests.add(digest, body)
+        return self.answer({})
+
+    # administrators
+
+    def _close(self, connection: Connection, routed: Routed, body: bytes) -> Outcome:
+        self._state.close_job(routed.job)
+        return self._told({}, routed.job)
+
+    def _rollback(self, connection: Connection, routed: Routed, body: Body) -> Outcome:
+        return self._told({"withdrawn": self._state.roll_back(routed.job, body["step"])}, routed.job)
+
+
+def _by_rank(rows: list[list[Any]]) -> dict[int, list[Any]]:
+    """
+    Raises:
+        InvalidArgument: a rank twice.
+    """
+    found = {rank: rest for rank, *rest in rows}
+    if len(found) < len(rows):
+        raise InvalidArgument("body: a rank twice")
+    return found
+
+
+def _report_of(body: Body) -> Report:
+    local, size = body["local"], body["world_size"]
+    ranks = {rank: digest for rank, (digest,) in _by_rank(body["ranks"]).items()}
+    if local and not (body["epoch"] and body["keep"] and size and all(rank < size for rank in ranks)):
+        raise InvalidArgument("body: a local job has an epoch, world_size and keep, and ranks below that size")
+    if ranks and not local:
+        raise InvalidArgument("body: ranks of a job that spans nodes are joined, not reported")
+    held = tuple(
+        Held(
+            (one["epoch"], one["step"]),
+            one["attempt"],
+            {rank: Piece(*piece) for rank, piece in _by_rank(one["pieces"]).items()},
+        )
+        for one in body["versions"]
+    )
+    if len({one.key for one in held}) < len(held):
+        raise InvalidArgument("body: a version twice")
+    used = frozenset(worker["digest"] for engine in body["engines"] for worker in engine["workers"])
+    return Report(local, body["epoch"], size, body["keep"], ranks, held, tuple(body["engines"]), used)
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether a Host header names this machine's loopback interface."""
+    match = _HOST.fullmatch(host)
+    name = (match[1] or match[2]).lower() if match else ""
+    try:
+        return name in _LOOPBACK_NAMES or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

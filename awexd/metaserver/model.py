@@ -1,0 +1,197 @@
+"""The MetaServer's records. Times are seconds of a monotonic clock that the caller passes in."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from awexd.store.model import VersionKey
+
+MAX_NODES = 4096
+MAX_JOBS = 4096
+MAX_JOBS_OF_A_NODE = 256
+MAX_VERSIONS = 64
+"""Of a job, listed and remembered as committed."""
+MAX_ATTEMPTS = 64
+"""Of a job, open at once."""
+REMEMBERED_ABORTS = 256
+
+
+class Piece(NamedTuple):
+    """One rank's segment of one version: the manifest that its bytes follow, and how many they are."""
+
+    digest: str
+    nbytes: int
+
+
+class Member(NamedTuple):
+    """Who is a writer rank. ``incarnation``: its process, as its node names it; ``digest``: its manifest."""
+
+    node: str
+    incarnation: str
+    digest: str
+
+
+@dataclass(slots=True)
+class Node:
+    """A daemon that has announced itself.
+
+    Attributes:
+        run: names the daemon's process; another one on the same node takes its place.
+        address: ``host:port`` where it serves other daemons; None where it does not.
+        key: of the tickets that let others fetch from it.
+        expires: it is gone then, unless it renews.
+        tickets: given for it, so that the next goes to another holder.
+    """
+
+    name: str
+    run: str
+    address: str | None
+    version: str
+    key: bytes
+    expires: float
+    since: float
+    jobs: set[str] = field(default_factory=set)
+    tickets: int = 0
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One try at a version by all writer ranks of all nodes.
+
+    ``begun``: ranks that write, and on which node; ``sealed``: those that are done.
+    """
+
+    number: int
+    epoch: int
+    step: int
+    begun: dict[int, str] = field(default_factory=dict)
+    sealed: dict[int, Piece] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Version:
+    """A committed version. ``holders``: which ranks' pieces each node has."""
+
+    key: VersionKey
+    attempt: int
+    world_size: int
+    pieces: dict[int, Piece] = field(default_factory=dict)
+    holders: dict[str, frozenset[int]] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces.values())
+
+    def held(self) -> bool:
+        """Whether every piece is on some node."""
+        return len(frozenset().union(*self.holders.values())) == self.world_size
+
+
+class Held(NamedTuple):
+    """What a node says it holds of a version."""
+
+    key: VersionKey
+    attempt: int
+    pieces: Mapping[int, Piece]
+
+
+class Report(NamedTuple):
+    """All that a node says of a job; it replaces what the node said before.
+
+    Attributes:
+        local: the job's writers are all on this node, which alone decides what is committed.
+        ranks: the manifests of its writers, where ``local``.
+        engines: as they are shown.
+        used: manifests that its engines' workers have registered.
+    """
+
+    local: bool
+    epoch: int
+    world_size: int
+    keep: int
+    ranks: Mapping[int, str]
+    versions: tuple[Held, ...]
+    engines: tuple[Mapping[str, Any], ...]
+    used: frozenset[str]
+
+
+@dataclass(slots=True)
+class Rendezvous:
+    """Ranks that have asked for a new epoch, which opens when all have."""
+
+    world_size: int
+    keep: int
+    members: dict[int, Member] = field(default_factory=dict)
+
+    @property
+    def absent(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank not in self.members]
+
+
+@dataclass(slots=True)
+class Job:
+    """One job on all nodes.
+
+    Attributes:
+        high: the last step that was committed in this epoch; -1 for none. It never goes back.
+        committed: recent commits and their attempts, for whoever asks again.
+        aborted: recent attempts that were aborted, and why.
+        seq: of its last change; see ``State.seq``.
+    """
+
+    name: str
+    epoch: int = 0
+    world_size: int = 0
+    keep: int = 0
+    high: int = -1
+    members: dict[int, Member] = field(default_factory=dict)
+    pending: Rendezvous | None = None
+    attempts: dict[int, Attempt] = field(default_factory=dict)
+    committed: OrderedDict[VersionKey, int] = field(default_factory=OrderedDict)
+    aborted: OrderedDict[int, str] = field(default_factory=OrderedDict)
+    versions: dict[VersionKey, Version] = field(default_factory=dict)
+    reports: dict[str, Report] = field(default_factory=dict)
+    seq: int = 0
+
+    @property
+    def absent(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank not in self.members]
+
+    def listed(self) -> list[Version]:
+        """Newest first."""
+        return [self.versions[key] for key in sorted(self.versions, reverse=True)]
+
+    def digests(self) -> Iterable[str]:
+        """Every manifest that is in use."""
+        for member in (*self.members.values(), *(self.pending.members.values() if self.pending else ())):
+            yield member.digest
+        for attempt in self.attempts.values():
+            yield from (piece.digest for piece in attempt.sealed.values())
+        for version in self.versions.values():
+            yield from (piece.digest for piece in version.pieces.values())
+        for report in self.reports.values():
+            yield from report.used
+
+
+class Record(NamedTuple):
+    """What of a job must survive. ``commits``: all that it remembers, as (epoch, step, attempt, world size)."""
+
+    name: str
+    epoch: int
+    world_size: int
+    keep: int
+    high: int
+    commits: tuple[tuple[int, int, int, int], ...]
+    closed: bool = False
+
+
+class Note(NamedTuple):
+    """Something that happened; ``job`` is "" where it is of no job."""
+
+    kind: str
+    job: str
+    node: str
+    text: str

@@ -1,0 +1,377 @@
+"""What the MetaServer knows: a state machine without I/O. The server carries out its effects.
+
+Epochs and commits must survive: ``records`` holds what is to be written before anything of that job is told to anyone.
+All the rest is what the daemons say, and say again when this process's ``run`` has changed.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Mapping
+
+from awexd.metaserver import writing
+from awexd.metaserver.model import (
+    MAX_JOBS,
+    MAX_JOBS_OF_A_NODE,
+    MAX_NODES,
+    Attempt,
+    Held,
+    Job,
+    Member,
+    Node,
+    Note,
+    Piece,
+    Record,
+    Report,
+    Version,
+)
+from awexd.store.model import VersionKey, describe_ranks
+from awexd.tickets import KEY_BYTES, Ticket, key_of
+from awexd_transports.errors import (
+    BudgetExceeded,
+    VersionConflict,
+    VersionUnavailable,
+)
+
+TICKET_SECONDS = 60.0
+
+
+class State:
+    """Nodes and jobs of one cluster.
+
+    ``touched``: jobs that have changed; ``records``: what of them must be on disk before that is told; ``notes``: what
+    happened, oldest first. Whoever runs this empties all three. ``nodes_changed`` counts changes of the list of nodes.
+
+    Args:
+        run: names this process.
+        first: a number that no attempt and no change of an earlier process has, nor any above it.
+        ttl: seconds within which a node renews.
+    """
+
+    def __init__(self, run: str, first: int, ttl: float) -> None:
+        self.run = run
+        self.ttl = ttl
+        self.nodes: dict[str, Node] = {}
+        self.jobs: dict[str, Job] = {}
+        self.touched: set[str] = set()
+        self.records: dict[str, Record] = {}
+        self.notes: list[Note] = []
+        self.nodes_changed = 0
+        self._first = self._next_attempt = first
+
+    def restore(self, records: Iterable[Record]) -> None:
+        """What an earlier process has written. Who holds those versions, the nodes will tell."""
+        for record in records:
+            job = Job(record.name, record.epoch, record.world_size, record.keep, record.high)
+            for epoch, step, attempt, world_size in sorted(record.commits):
+                writing.remember_commit(job, Version((epoch, step), attempt, world_size))
+            self.jobs[job.name] = job
+
+    # nodes
+
+    def announce(self, name: str, run: str, address: str | None, version: str, now: float) -> Node:
+        """A daemon is there, or is still there.
+
+        Raises:
+            VersionConflict: a daemon at another address has that name, and lives.
+            BudgetExceeded: too many nodes.
+        """
+        node = self.nodes.get(name)
+        if node is not None and node.run != run:
+            if node.address != address and node.expires > now:
+                raise VersionConflict(
+                    f"node {name} is the daemon at {node.address or 'no address'}, which lives: choose another --node"
+                )
+            self._lose(node, "its daemon was started anew")
+            node = None
+        if node is None:
+            if len(self.nodes) >= MAX_NODES:
+                raise BudgetExceeded(f"{MAX_NODES} nodes are known already")
+            node = Node(name, run, address, version, secrets.token_bytes(KEY_BYTES), now + self.ttl, now)
+            self.nodes[name] = node
+            self.note("joined", "", name, f"node {name} ({address or 'serves no others'}) joined")
+            self.nodes_changed += 1
+        elif node.address != address:
+            node.address = address
+            self.nodes_changed += 1
+        node.expires = now + self.ttl
+        return node
+
+    def renew(self, name: str, run: str, now: float) -> Node:
+        """
+        Raises:
+            VersionUnavailable: this process does not know that daemon: announce it, and all that it has.
+        """
+        node = self.node(name, run)
+        node.expires = now + self.ttl
+        return node
+
+    def node(self, name: str, run: str) -> Node:
+        """The live node of that name and process."""
+        node = self.nodes.get(name)
+        if node is None:
+            raise VersionUnavailable(f"node {name} is not announced here (any more)", {"announce": True})
+        if node.run != run:
+            raise VersionConflict(f"node {name} was started anew: this is the word of a daemon that has ended")
+        return node
+
+    def leave(self, name: str, run: str) -> None:
+        self._lose(self.node(name, run), "its daemon was stopped")
+
+    def expire(self, now: float) -> None:
+        """Nodes that have not renewed are gone."""
+        for node in [node for node in self.nodes.values() if node.expires <= now]:
+            self._lose(node, f"not heard of for {self.ttl:g} s")
+
+    def next_expiry(self) -> float | None:
+        return min((node.expires for node in self.nodes.values()), default=None)
+
+    def _lose(self, node: Node, why: str) -> None:
+        del self.nodes[node.name]
+        self.nodes_changed += 1
+        self.note("left", "", node.name, f"node {node.name} is gone: {why}")
+        for name in node.jobs:
+            job = self.jobs.get(name)
+            if job is not None:
+                writing.lose(job, node.name, f"node {node.name} is gone")
+                self._drop_report(job, node.name)
+
+    def _drop_report(self, job: Job, node: str) -> None:
+        job.reports.pop(node, None)
+        for version in job.versions.values():
+            version.holders.pop(node, None)
+        writing.trim(job)
+        self.touched.add(job.name)
+
+    # jobs as their nodes see them
+
+    def report(self, name: str, run: str, job_name: str, report: Report) -> list[VersionKey]:
+        """All that a node has of a job. Returns the versions that it should not have: they are not what was committed.
+
+        Raises:
+            EpochChanged: its writers are of an epoch that is over.
+            VersionConflict: another node has these ranks.
+        """
+        node = self.node(name, run)
+        if job_name not in self.jobs and not (report.ranks or report.versions or report.engines):
+            return []
+        job = self._job(job_name, node)
+        before = job.reports.get(name)
+        if report.local and report.epoch:
+            self._adopt(job, name, report)
+        refused = self._take_versions(job, name, report)
+        # Both may have changed above though the report is as it was.
+        if before != report or job.name in self.records:
+            job.reports[name] = report
+            self.touched.add(job.name)
+        return refused
+
+    def _adopt(self, job: Job, node: str, report: Report) -> None:
+        """What a node that has all of a job's writers has decided on its own."""
+        if report.epoch < job.epoch:
+            raise writing.epoch_changed(job, report.epoch)
+        elsewhere = {member.node for member in job.members.values()} - {node}
+        if elsewhere:
+            raise VersionConflict(f"{job.name}: it has writers on node {min(elsewhere)}; here it is only of {node}")
+        if report.epoch > job.epoch:
+            writing.open_epoch(job, report.epoch, report.world_size, report.keep)
+            self._record(job)
+            self.note("epoch", job.name, node, f"epoch {job.epoch} opened with {job.world_size} ranks on {node}")
+        elif (report.world_size, report.keep) != (job.world_size, job.keep):
+            job.world_size, job.keep = report.world_size, report.keep
+            self._record(job)
+        job.members = {rank: Member(node, "", digest) for rank, digest in report.ranks.items()}
+        for held in sorted(report.versions):
+            self._adopt_version(job, node, held)
+
+    def _adopt_version(self, job: Job, node: str, held: Held) -> None:
+        epoch, step = held.key
+        if epoch != job.epoch or step <= job.high or len(held.pieces) != job.world_size:
+            return
+        ranks = frozenset(held.pieces)
+        writing.remember_commit(job, Version(held.key, held.attempt, job.world_size, dict(held.pieces), {node: ranks}))
+        self._record(job)
+        self.note("committed", job.name, node, f"epoch {epoch} step {step} committed on {node}")
+
+    def _take_versions(self, job: Job, node: str, report: Report) -> list[VersionKey]:
+        """Which pieces of which committed versions the node has now."""
+        refused, holds = [], {}
+        for held in report.versions:
+            if job.committed.get(held.key) == held.attempt:
+                holds[held.key] = held
+            else:
+                refused.append(held.key)
+        for key, held in holds.items():
+            version = job.versions.get(key)
+            if version is None:
+                size = job.world_size if key[0] == job.epoch else max(held.pieces, default=-1) + 1
+                version = job.versions[key] = Version(key, held.attempt, size)
+            for rank, piece in held.pieces.items():
+                version.pieces.setdefault(rank, piece)
+            ranks = frozenset(rank for rank, piece in held.pieces.items() if version.pieces[rank] == piece)
+            if version.holders.get(node) != ranks:
+                version.holders[node] = ranks
+                self.touched.add(job.name)
+        for key, version in job.versions.items():
+            if key not in holds and version.holders.pop(node, None) is not None:
+                self.touched.add(job.name)
+        writing.trim(job)
+        return refused
+
+    def forget(self, name: str, run: str, job_name: str) -> None:
+        """That node has nothing of that job any more; one that was only of that node is over."""
+        node = self.node(name, run)
+        node.jobs.discard(job_name)
+        job = self.jobs.get(job_name)
+        if job is None:
+            return
+        told = job.reports.get(name)
+        writing.lose(job, name, f"node {name} closed the job")
+        self._drop_report(job, name)
+        if told is not None and told.local and not job.reports and not job.members:
+            self.close_job(job_name, f"closed on node {name}")
+
+    def close_job(self, job_name: str, why: str = "closed by an administrator") -> None:
+        """Ends a job for good: its epochs begin anew."""
+        job = self.find(job_name)
+        del self.jobs[job_name]
+        for node in self.nodes.values():
+            node.jobs.discard(job_name)
+        self.touched.add(job_name)
+        self.records[job_name] = Record(job_name, job.epoch, 0, 0, -1, (), closed=True)
+        self.note("closed", job_name, "", why)
+
+    def find(self, job_name: str) -> Job:
+        """
+        Raises:
+            VersionUnavailable: no such job.
+        """
+        job = self.jobs.get(job_name)
+        if job is None:
+            raise VersionUnavailable(f"no job {job_name} here")
+        return job
+
+    # writers of a job that spans nodes
+
+    def join(
+        self,
+        name: str,
+        run: str,
+        job_name: str,
+        ranks: Mapping[int, tuple[str, str]],
+        *,
+        world_size: int,
+        keep: int,
+        epoch: int | str,
+        after: int | None,
+    ) -> Job:
+        """Registers that node's writer ranks: (incarnation, manifest's digest) each; see ``writing.join``."""
+        node = self.node(name, run)
+        job = self._job(job_name, node)
+        before = job.epoch, job.keep
+        members = {rank: Member(name, *who) for rank, who in ranks.items()}
+        writing.join(job, members, world_size, keep, epoch, after)
+        if (job.epoch, job.keep) != before:
+            self._record(job)
+        if job.epoch != before[0]:
+            self.note("epoch", job_name, name, f"epoch {job.epoch} opened with {job.world_size} ranks")
+        self.note("joined", job_name, name, f"writer {describe_ranks(ranks)} of {world_size} registered on {name}")
+        self.touched.add(job_name)
+        return job
+
+    def part(self, name: str, run: str, job_name: str, ranks: Iterable[int]) -> None:
+        """Writers on that node have left."""
+        self.node(name, run)
+        writing.part(self.find(job_name), name, ranks)
+        self.touched.add(job_name)
+
+    def begin(self, name: str, run: str, job_name: str, epoch: int, step: int, ranks: Iterable[int]) -> Attempt:
+        self.node(name, run)
+        job = self.find(job_name)
+        attempt = writing.begin(job, name, epoch, step, ranks, self._next_attempt)
+        if attempt.number == self._next_attempt:
+            self._next_attempt += 1
+        self.touched.add(job_name)
+        return attempt
+
+    def seal(
+        self, name: str, run: str, job_name: str, epoch: int, step: int, attempt: int, pieces: Mapping[int, Piece]
+    ) -> bool:
+        """Whether the version is committed now; see ``writing.seal``."""
+        self.node(name, run)
+        job = self.find(job_name)
+        version = writing.seal(job, name, epoch, step, attempt, pieces, self._first)
+        if version is not None:
+            self._record(job)
+            text = f"epoch {epoch} step {step} committed, {version.nbytes} bytes on {len(version.holders)} nodes"
+            self.note("committed", job_name, "", text)
+        self.touched.add(job_name)
+        return job.committed.get((epoch, step)) == attempt
+
+    def abort(self, name: str, run: str, job_name: str, epoch: int, step: int, attempt: int | None, why: str) -> bool:
+        """Whether there was an attempt to discard; see ``writing.abort``."""
+        self.node(name, run)
+        aborted = writing.abort(self.find(job_name), name, epoch, step, attempt, why)
+        if aborted:
+            self.note("failed", job_name, name, f"step {step} of epoch {epoch} aborted on {name}: {why}")
+            self.touched.add(job_name)
+        return aborted
+
+    def roll_back(self, job_name: str, step: int) -> list[VersionKey]:
+        """Withdraws newer versions; which they were."""
+        job = self.find(job_name)
+        gone = [version.key for version in writing.roll_back(job, step)]
+        self._record(job)
+        self.note("withdrawn", job_name, "", f"rolled back to epoch {job.epoch} step {step}")
+        self.touched.add(job_name)
+        return gone
+
+    # transfers
+
+    def ticket(
+        self, name: str, run: str, job_name: str, key: VersionKey, source: str | None, now: float
+    ) -> tuple[Ticket, bytes, Node]:
+        """A ticket to fetch a version, its key, and the node to fetch from: the one asked for, else the least asked.
+
+        Raises:
+            VersionUnavailable: nobody else has that version and serves it.
+        """
+        self.node(name, run)
+        job = self.find(job_name)
+        version = job.versions.get(key)
+        holders = version.holders if version is not None else {}
+        sources = [self.nodes[node] for node in holders if node != name and self.nodes[node].address]
+        if source is not None:
+            sources = [node for node in sources if node.name == source]
+        if version is None or not sources:
+            who = f"node {source}" if source else "no other node"
+            have = "does not serve" if source else "serves"
+            raise VersionUnavailable(f"{job_name}: {who} {have} epoch {key[0]} step {key[1]}")
+        chosen = min(sources, key=lambda node: (node.tickets, node.name))
+        chosen.tickets += 1
+        expires = int((now + TICKET_SECONDS) * 1000)
+        serial = secrets.token_hex(16)
+        ticket = Ticket(job_name, *key, version.attempt, chosen.name, name, self.run, expires, serial)
+        return ticket, key_of(chosen.key, ticket.encode()), chosen
+
+    # internals
+
+    def note(self, kind: str, job: str, node: str, text: str) -> None:
+        self.notes.append(Note(kind, job, node, text))
+
+    def _job(self, job_name: str, node: Node) -> Job:
+        job = self.jobs.get(job_name)
+        if job_name not in node.jobs and len(node.jobs) >= MAX_JOBS_OF_A_NODE:
+            raise BudgetExceeded(f"node {node.name} has {MAX_JOBS_OF_A_NODE} jobs already")
+        if job is None:
+            if len(self.jobs) >= MAX_JOBS:
+                raise BudgetExceeded(f"{MAX_JOBS} jobs are known already; close some")
+            job = self.jobs[job_name] = Job(job_name)
+        node.jobs.add(job_name)
+        return job
+
+    def _record(self, job: Job) -> None:
+        sizes = {key: version.world_size for key, version in job.versions.items()}
+        commits = ((*key, number, sizes.get(key, job.world_size)) for key, number in job.committed.items())
+        self.records[job.name] = Record(job.name, job.epoch, job.world_size, job.keep, job.high, tuple(commits))
+        self.touched.add(job.name)

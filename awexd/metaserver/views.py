@@ -1,0 +1,71 @@
+"""The MetaServer's state as plain JSON values. Looks only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from awexd.metaserver.model import Job, Node
+
+SHOWN_ABORTS = 8
+
+
+def brief(job: Job) -> dict[str, Any]:
+    """What waiters are told: small, since there may be a thousand of them."""
+    pending = job.pending
+    return {
+        "job": job.name,
+        "seq": job.seq,
+        "epoch": job.epoch,
+        "last_step": job.high if job.high >= 0 else None,
+        "world_size": job.world_size,
+        "absent": job.absent,
+        "pending": {"world_size": pending.world_size, "absent": pending.absent} if pending else None,
+        "versions": [[*version.key, version.attempt, version.held()] for version in job.listed()],
+        "open": [[a.step, a.number, len(a.sealed)] for _, a in sorted(job.attempts.items())],
+        "aborted": list(job.aborted)[-SHOWN_ABORTS:],
+        "engines": sum(len(report.engines) for report in job.reports.values()),
+        "nodes": len({*job.reports, *(member.node for member in job.members.values())}),
+        "closed": False,
+    }
+
+
+def closed(name: str, seq: int) -> dict[str, Any]:
+    """The last that waiters are told of a job."""
+    return brief(Job(name, seq=seq)) | {"closed": True}
+
+
+def view(job: Job) -> dict[str, Any]:
+    """All there is to say of a job."""
+    return {
+        "brief": brief(job),
+        "keep": job.keep,
+        "ranks": [{"rank": rank, "node": m.node, "digest": m.digest} for rank, m in sorted(job.members.items())],
+        "pieces": [
+            {
+                "epoch": version.key[0],
+                "step": version.key[1],
+                "attempt": version.attempt,
+                "world_size": version.world_size,
+                "bytes": version.nbytes,
+                "pieces": [[rank, *piece] for rank, piece in sorted(version.pieces.items())],
+                "holders": {node: sorted(ranks) for node, ranks in sorted(version.holders.items())},
+            }
+            for version in job.listed()
+        ],
+        "aborted": {str(number): why for number, why in job.aborted.items()},
+        "engines": [
+            {"node": node, **engine} for node, report in sorted(job.reports.items()) for engine in report.engines
+        ],
+    }
+
+
+def node(found: Node, ttl: float, now: float) -> dict[str, Any]:
+    return {
+        "node": found.name,
+        "run": found.run,
+        "address": found.address,
+        "version": found.version,
+        "seen_ms": max(0, int((now + ttl - found.expires) * 1000)),
+        "up_ms": int((now - found.since) * 1000),
+        "jobs": sorted(found.jobs),
+    }

@@ -1,0 +1,209 @@
+"""Every route of the document, asked over HTTP; ``Client`` checks each answer against it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from awexd import tickets
+from awexd_transports.layout import Entry, Manifest
+from awexd_transports.shard import Box, TensorSpec
+from tests.metaserver.servers import DIGEST, RUN, Client, Failed, MetaServer, document, report
+
+JOB = "alice/grpo"
+
+
+def manifest(size: int = 8) -> Manifest:
+    tensor = TensorSpec("layer.weight", (size,), "bfloat16")
+    return Manifest.of([Entry(tensor, Box((0,), (size,)), 0)])
+
+
+@pytest.fixture
+def pair(client: Client) -> Client:
+    """Two nodes, of which each has a rank of one job in epoch 1."""
+    for node in ("n0", "n1"):
+        client.announce(node, address=f"{node}.cluster:7470")
+    assert client.join(JOB, "n0", [0], 2)["complete"] is False
+    joined = client.join(JOB, "n1", [1], 2)
+    assert (joined["epoch"], joined["complete"], joined["ranks"]) == (1, True, [[0, DIGEST], [1, DIGEST]])
+    return client
+
+
+def commit(client: Client, step: int, epoch: int = 1) -> int:
+    attempt = client.begin(JOB, "n0", epoch, step, [0])
+    assert client.begin(JOB, "n1", epoch, step, [1]) == attempt
+    assert client.seal(JOB, "n0", epoch, step, attempt, [0]) is False
+    assert client.seal(JOB, "n1", epoch, step, attempt, [1]) is True
+    return attempt
+
+
+def test_every_route_answers_as_the_document_says(pair: Client) -> None:
+    attempt = commit(pair, 1)
+    Client.called.clear()
+    wanted = {found["operationId"] for methods in document()["paths"].values() for found in methods.values()}
+    for operation in ("page", "healthz", "openapi", "metrics", "status", "nodes", "jobs"):
+        pair.call(operation)
+    assert json.loads(pair.call("openapi")) == document()
+    pair.call("renew", {"run": RUN}, node="n0")
+    body = manifest()
+    assert pair.call("missing", {"digests": [body.digest]})["missing"] == [body.digest]
+    pair.call("keep_manifest", body.encoded, digest=body.digest)
+    assert pair.call("missing", {"digests": [body.digest]})["missing"] == []
+    assert pair.call("manifest", digest=body.digest) == body.encoded
+    engine = {"engine": "e", "world_size": 1, "workers": [worker()]}
+    held = {"epoch": 1, "step": 1, "attempt": attempt, "pieces": [[0, DIGEST, 100]]}
+    told = report(engines=[engine], versions=[held])
+    assert pair.call("report", told, node="n1", job=JOB) == {"refused": []}
+    seen = pair.call("job", job=JOB)
+    assert seen["engines"] == [{"node": "n1", **engine}]
+    assert seen["pieces"][0]["holders"] == {"n0": [0], "n1": [0]}
+    assert pair.call("watch", job=JOB, query={"after": seen["brief"]["seq"], "timeout_ms": 0}) is None
+    assert pair.call("watch", job=JOB, query={"after": 1})["engines"] == 1
+    pair.call("events")
+    where = {"node": "n1", "run": RUN, "epoch": 1, "step": 1}
+    pair.call("ticket", where | {"source": None}, job=JOB)
+    pair.join(JOB, "n1", [1], 2, epoch=1)
+    second = pair.begin(JOB, "n1", 1, 2, [1])
+    pair.seal(JOB, "n1", 1, 2, second, [1])
+    why = where | {"step": 2, "attempt": second, "reason": "out of memory"}
+    assert pair.call("abort", why, job=JOB) == {"aborted": True}
+    assert pair.call("rollback", {"step": 1}, job=JOB) == {"withdrawn": []}
+    pair.call("part", {"node": "n1", "run": RUN, "ranks": [1]}, job=JOB)
+    pair.call("forget", node="n1", job=JOB, query={"run": RUN})
+    pair.call("leave", node="n1", query={"run": RUN})
+    pair.call("close", job=JOB)
+    pair.call("announce", {"run": RUN, "address": None, "version": "0"}, node="n1")
+    stream(pair)
+    assert wanted - Client.called == set()
+
+
+def worker(version: list[int] | None = None) -> dict[str, Any]:
+    return {"rank": 0, "state": "ready" if version else "empty", "version": version, "digest": DIGEST}
+
+
+def stream(client: Client) -> list[dict[str, Any]]:
+    """What a stream that begins at the first event says at once."""
+    client.http.request("GET", "/v1/events/stream?after=0")
+    response = client.http.getresponse()
+    assert response.status == 200
+    assert response.getheader("Content-Type") == "text/event-stream"
+    found: list[dict[str, Any]] = []
+    while not found or not found[-1]["text"].startswith("closed"):
+        line = response.readline()
+        if line.startswith(b"data: "):
+            found.append(json.loads(line[6:]))
+    Client.called.add("stream")
+    response.close()
+    return found
+
+
+def test_watchers_are_told_of_a_commit_all_with_the_same_answer(pair: Client, metaserver: MetaServer) -> None:
+    seq = pair.call("job", job=JOB)["brief"]["seq"]
+    attempt = pair.begin(JOB, "n0", 1, 1, [0])
+    pair.seal(JOB, "n0", 1, 1, attempt, [0])
+    seq = pair.call("job", job=JOB)["brief"]["seq"]
+
+    def wait(_: int) -> Any:
+        with Client(metaserver) as own:
+            return own.call("watch", job=JOB, query={"after": seq, "timeout_ms": 30_000})
+
+    with ThreadPoolExecutor(8) as threads:
+        waiting = [threads.submit(wait, number) for number in range(8)]
+        while b"watchers 8\n" not in pair.call("metrics"):
+            pass
+        pair.begin(JOB, "n1", 1, 1, [1])
+        told = [future.result() for future in waiting]
+    assert all(one == told[0] for one in told)
+    assert told[0]["open"] == [[1, attempt, 1]]
+
+
+def test_watch_with_a_seq_of_another_process_is_answered_at_once(pair: Client) -> None:
+    for seq in (1, 1 << 53):
+        assert pair.call("watch", job=JOB, query={"after": seq, "timeout_ms": 60_000})["epoch"] == 1
+
+
+def test_watch_of_a_job_that_is_closed_says_so(pair: Client, metaserver: MetaServer) -> None:
+    seq = pair.call("job", job=JOB)["brief"]["seq"]
+    with ThreadPoolExecutor(1) as threads, Client(metaserver) as other:
+        waiting = threads.submit(other.call, "watch", job=JOB, query={"after": seq, "timeout_ms": 30_000})
+        while b"watchers 1\n" not in pair.call("metrics"):
+            pass
+        pair.call("close", job=JOB)
+        assert waiting.result()["closed"] is True
+    with pytest.raises(Failed) as failure:
+        pair.call("watch", job=JOB)
+    assert failure.value.code == "version_unavailable"
+
+
+def test_events_come_in_pages_and_are_waited_for(pair: Client) -> None:
+    first = pair.call("events", query={"limit": 1})
+    assert (len(first["events"]), first["more"]) == (1, True)
+    rest = pair.call("events", query={"after": first["last"]})
+    assert [event["kind"] for event in first["events"] + rest["events"]] == ["joined"] * 2 + ["epoch"] + ["joined"] * 2
+    assert pair.call("events", query={"after": rest["last"], "timeout_ms": 1}) is None
+
+
+def test_ticket_goes_to_the_holder_that_was_asked_least_and_only_it_can_check_it(pair: Client) -> None:
+    commit(pair, 1)
+    keys = {node: bytes.fromhex(pair.announce(node, address=f"{node}.cluster:7470")["key"]) for node in ("n0", "n1")}
+    pair.announce("n2", run="another-run")
+    where = {"node": "n2", "run": "another-run", "epoch": 1, "step": 1}
+    given = [pair.call("ticket", where | {"source": None}, job=JOB) for _ in range(4)]
+    assert sorted(one["source"] for one in given) == ["n0", "n0", "n1", "n1"]
+    for one in given:
+        body = one["ticket"].encode()
+        found = tickets.decode(body)
+        assert (found.job, found.target, found.source) == (JOB, "n2", one["source"])
+        assert tickets.key_of(keys[one["source"]], body).hex() == one["key"]
+        other = keys["n0" if one["source"] == "n1" else "n1"]
+        assert tickets.key_of(other, body).hex() != one["key"]
+    for wrong in ({"source": "n2"}, {"source": "n9"}, {"source": None, "step": 2}):
+        with pytest.raises(Failed) as failure:
+            pair.call("ticket", where | wrong, job=JOB)
+        assert failure.value.status == 404
+
+
+REFUSED: dict[str, tuple[Callable[[Client], Any], int, str]] = {
+    "a node that was not announced": (lambda c: c.begin(JOB, "n9", 1, 1, [0]), 404, "version_unavailable"),
+    "a daemon that has ended": (lambda c: c.begin(JOB, "n0", 1, 1, [0], run="old-run-x"), 409, "version_conflict"),
+    "another node's rank": (lambda c: c.begin(JOB, "n0", 1, 1, [1]), 409, "version_conflict"),
+    "a stale epoch": (lambda c: c.begin(JOB, "n0", 2, 1, [0]), 409, "epoch_changed"),
+    "no such job": (lambda c: c.begin("alice/none", "n0", 1, 1, [0]), 404, "version_unavailable"),
+    "an attempt of nobody": (lambda c: c.seal(JOB, "n0", 1, 1, 1 << 53, [0]), 409, "version_conflict"),
+    "a rank on another node": (lambda c: c.join(JOB, "n0", [1], 2), 409, "version_conflict"),
+    "another world size": (lambda c: c.join(JOB, "n0", [0], 3), 409, "version_conflict"),
+    "a rank beyond the world": (lambda c: c.join(JOB, "n0", [2], 2), 400, "invalid_argument"),
+    "a rank twice": (lambda c: c.join(JOB, "n0", [0, 0], 2), 400, "invalid_argument"),
+    "a version that is not there": (lambda c: c.call("rollback", {"step": 1}, job=JOB), 404, "version_unavailable"),
+    "another address": (lambda c: c.announce("n0", "run-of-another", "h:1"), 409, "version_conflict"),
+    "ranks of a job that spans nodes": (
+        lambda c: c.call("report", report(ranks=[[0, DIGEST]]), node="n0", job=JOB), 400, "invalid_argument"
+    ),
+    "a path that climbs": (lambda c: c.call("renew", {"run": RUN}, node=".."), 400, "invalid_argument"),
+    "a manifest of another digest": (
+        lambda c: c.call("keep_manifest", manifest().encoded, digest=DIGEST), 400, "protocol_error"
+    ),
+    "no manifest": (lambda c: c.call("keep_manifest", b"\x80\x04\x95pickle", digest=DIGEST), 400, "protocol_error"),
+    "a manifest that is not there": (lambda c: c.call("manifest", digest=DIGEST), 404, "version_unavailable"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused_with_a_typed_error_and_nothing_done(pair: Client, metaserver: MetaServer, what: str) -> None:
+    ask, status, code = REFUSED[what]
+    with Client(metaserver) as other:
+        before = other.call("job", job=JOB)
+        with pytest.raises(Failed) as failure:
+            ask(pair)
+        assert (failure.value.status, failure.value.code) == (status, code)
+        assert other.call("job", job=JOB) == before
+
+
+def test_refusal_of_what_a_stopped_node_asks_says_to_announce(client: Client) -> None:
+    with pytest.raises(Failed) as failure:
+        client.call("renew", {"run": RUN}, node="n0")
+    assert failure.value.error["details"] == {"announce": True}
