@@ -18,6 +18,10 @@ CHUNK = 1 << 20
 """Bytes moved by one turn of the loop: 0.2 ms of it."""
 
 T = TypeVar("T")
+Step = Callable[[], bool]
+"""Moves what can be moved now; whether that was all."""
+Watch = Callable[..., object]
+Forget = Callable[[int], object]
 _RESET = struct.pack("ii", 1, 0)
 
 
@@ -95,7 +99,7 @@ class SocketLink:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._loop = asyncio.get_running_loop()
         self._sock = sock
-        self._waiting: dict[Callable[[int], object], asyncio.Future[None]] = {}
+        self._moves: set[_Move] = set()
         self._over = False
         self.received = 0
 
@@ -128,58 +132,15 @@ class SocketLink:
             if len(view):
                 await self._moved(step, self._loop.add_writer, self._loop.remove_writer, within)
 
-    async def _moved(
-        self,
-        step: Callable[[], bool],
-        add: Callable[..., object],
-        remove: Callable[[int], object],
-        within: float,
-    ) -> None:
-        """Steps whenever the socket is ready, until it is done, fails, or nothing moved for so long."""
+    async def _moved(self, step: Step, watch: Watch, forget: Forget, within: float) -> None:
         if self._over:
             raise ConnectionError("the connection is closed")
-        done: asyncio.Future[None] = self._loop.create_future()
-        last = self._loop.time()
-
-        def ready() -> None:
-            nonlocal last
-            try:
-                finished = step()
-            except (BlockingIOError, InterruptedError):
-                return
-            except OSError as error:
-                remove(self._sock.fileno())
-                if not done.done():
-                    failed = ConnectionError(_text(error))
-                    failed.__cause__ = error
-                    done.set_exception(failed)
-                return
-            last = self._loop.time()
-            if finished:
-                remove(self._sock.fileno())
-                if not done.done():
-                    done.set_result(None)
-
-        timer: asyncio.TimerHandle
-
-        def watch() -> None:
-            nonlocal timer
-            left = last + within - self._loop.time()
-            if left > 0:
-                timer = self._loop.call_later(left, watch)
-            elif not done.done():
-                done.set_exception(TimeoutError(f"not a byte moved for {within:g} s"))
-
-        timer = self._loop.call_later(within, watch)
-        self._waiting[remove] = done
-        add(self._sock.fileno(), ready)
+        move = _Move(self._loop, partial(watch, self._sock.fileno()), partial(forget, self._sock.fileno()), step)
+        self._moves.add(move)
         try:
-            await done
+            await move.made(within)
         finally:
-            timer.cancel()
-            self._waiting.pop(remove, None)
-            if not self._over:
-                remove(self._sock.fileno())
+            self._moves.discard(move)
 
     def abort(self) -> None:
         if not self._over:
@@ -193,12 +154,78 @@ class SocketLink:
 
     def _end(self) -> None:
         self._over = True
-        self._loop.remove_reader(self._sock.fileno())
-        self._loop.remove_writer(self._sock.fileno())
+        for move in self._moves:
+            move.fail(ConnectionError("the connection was ended here"))
         self._sock.close()
-        for done in self._waiting.values():
-            if not done.done():
-                done.set_exception(ConnectionError("the connection was ended here"))
+
+
+class _Move:
+    """Steps until it is done, fails, or nothing has moved for so long.
+
+    The loop is asked to watch the socket only when it has nothing, and anew each time: libuv calls back once for one
+    that was reset and then stops watching it, though there may be much to read before the reset.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        watch: Callable[[Callable[[], None]], object],
+        forget: Callable[[], object],
+        step: Step,
+    ) -> None:
+        self._loop, self._watch, self._forget, self._step = loop, watch, forget, step
+        self._done: asyncio.Future[None] = loop.create_future()
+        self._watching = False
+        self._last = loop.time()
+
+    async def made(self, within: float) -> None:
+        self._go_on()
+        if self._done.done():
+            return self._done.result()
+        self._timer = self._loop.call_later(within, self._look, within)
+        try:
+            await self._done
+        finally:
+            self._timer.cancel()
+            self._ready()
+
+    def fail(self, error: Exception) -> None:
+        self._ready()
+        if not self._done.done():
+            self._done.set_exception(error)
+
+    def _go_on(self) -> None:
+        self._ready()
+        if self._done.done():
+            return
+        try:
+            finished = self._step()
+        except (BlockingIOError, InterruptedError):
+            self._watching = True
+            self._watch(self._go_on)
+            return
+        except OSError as error:
+            failed = ConnectionError(_text(error))
+            failed.__cause__ = error
+            self._done.set_exception(failed)
+            return
+        self._last = self._loop.time()
+        if finished:
+            self._done.set_result(None)
+        else:
+            self._loop.call_soon(self._go_on)
+
+    def _ready(self) -> None:
+        if self._watching:
+            self._watching = False
+            self._forget()
+
+    def _look(self, within: float) -> None:
+        left = self._last + within - self._loop.time()
+        if left > 0:
+            self._timer = self._loop.call_later(left, self._look, within)
+        else:
+            self.fail(TimeoutError(f"not a byte moved for {within:g} s"))
 
 
 class TlsLink:

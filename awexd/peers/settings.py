@@ -31,7 +31,7 @@ class PeerSettings:
     first_byte: float = 5.0
     stall: float = 5.0
     idle: float = 60.0
-    retries: int = 3
+    retries: int = 2
     strikes: int = 3
     unproven: int = 64
     connections: int = 1024

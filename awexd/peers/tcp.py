@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import ClassVar
+from collections.abc import Coroutine
+from typing import Any, ClassVar
 
 from awexd.peers.greeting import introduce
 from awexd.peers.link import Link, connect
@@ -39,8 +40,7 @@ class Tcp:
         try:
             link = await connect(source.host, source.port, settings.client_tls, settings.connect, settings.handshake)
             phase = "handshake"
-            async with asyncio.timeout(settings.handshake):
-                await introduce(link, source, settings.handshake)
+            await within(introduce(link, source, settings.handshake), settings.handshake)
         except (AwexdError, OSError) as error:
             _abort(link)
             raise named(error, source, subject, phase) from error
@@ -58,6 +58,7 @@ class TcpLane:
     def __init__(self, link: Link, source: Source, subject: Subject, settings: PeerSettings) -> None:
         self._link = link
         self._source, self._subject, self._settings = source, subject, settings
+        self._asking = asyncio.Lock()
         self._turn: asyncio.Future[None] | None = None
 
     @property
@@ -68,10 +69,12 @@ class TcpLane:
         before, self._turn = self._turn, asyncio.get_running_loop().create_future()
         mine = self._turn
         try:
-            await self._link.send(Frame(Kind.WANT, piece, summed).encode(), self._settings.stall)
+            async with self._asking:
+                await self._link.send(Frame(Kind.WANT, piece, summed).encode(), self._settings.stall)
             if before is not None and not before.done():
                 await asyncio.wait([before])
-            shown = await self._receive(piece, memory.view[piece.offset : piece.end], summed)
+            with memory.view[piece.offset : piece.end] as into:
+                shown = await self._receive(piece, into, summed)
         except (AwexdError, OSError) as error:
             self._link.abort()
             raise named(error, self._source, self._subject, f"fetch of {piece}") from error
@@ -102,8 +105,7 @@ class TcpLane:
             raise decode_error(body)
         if answer != Frame(Kind.BYTES, piece, summed):
             raise ProtocolError(f"it answered with {answer.kind.name}: {answer.piece}")
-        with into:
-            await self._link.receive(into, self._settings.stall)
+        await self._link.receive(into, self._settings.stall)
         if not summed:
             return None
         tail = bytearray(SUM.size)
@@ -118,6 +120,14 @@ def _sum(piece: Piece, memory: Memory) -> int:
     return total.value
 
 
+async def within(work: Coroutine[Any, Any, None], seconds: float) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await work
+    except TimeoutError as error:
+        raise TimeoutError(str(error) or f"not done within {seconds:g} s") from None
+
+
 def _abort(link: Link | None) -> None:
     if link is not None:
         link.abort()
@@ -130,5 +140,5 @@ def named(error: AwexdError | OSError, source: Source, subject: Subject, phase: 
     if isinstance(error, AwexdError):
         return type(error)(f"{where}: {error.message}", {**error.details, **details})
     if isinstance(error, TimeoutError):
-        return DeadlineExceeded(f"{where}: {str(error) or 'not done in time'}", details)
+        return DeadlineExceeded(f"{where}: {error}", details)
     return DaemonUnavailable(f"{where}: {error}", details)
