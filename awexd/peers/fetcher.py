@@ -19,12 +19,11 @@ from awexd_transports.errors import (
     DeadlineExceeded,
     IntegrityError,
     InvalidArgument,
-    ProtocolError,
     VersionUnavailable,
 )
 from awexd_transports.ranges import Ranges
 
-FINAL = (AccessDenied, VersionUnavailable, ProtocolError)
+FINAL = (AccessDenied, VersionUnavailable)
 """What another try at the same source does not mend."""
 BACKOFF = 0.05
 """Seconds before the second try; twice as long before each that follows."""

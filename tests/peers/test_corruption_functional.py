@@ -24,7 +24,7 @@ Flip = Callable[..., int]
 
 
 def tensors() -> Manifest:
-    """Short rows, odd rows, a row longer than a cell, no dimension, nothing at all; about 24 MiB."""
+    """Short rows, odd rows, a row longer than a cell, no dimension, nothing at all; about 15 MiB."""
     shapes = [(1000, 1024), (3, 5), (2, 1 << 21), (), (0, 4), (7, 129, 513), (300, 4096), (64,)]
     dtypes = ["bfloat16", "float32", "bfloat16", "float32", "int8", "int8", "float32", "uint8"]
     entries = [
@@ -82,7 +82,7 @@ class TestCorruption:
         assert fetch.again == 0
 
     @pytest.mark.parametrize("with_cells", [True, False])
-    @pytest.mark.parametrize("place", [400, 3 * MiB, 20 * MiB + 1])
+    @pytest.mark.parametrize("place", [200, 400, 3 * MiB, 11 * MiB + 1])
     async def test_flipped_bit_is_seen_and_the_cell_fetched_again(
         self,
         node: Callable[..., Node],
@@ -98,7 +98,8 @@ class TestCorruption:
         fetch = fetcher(self.transport, {0: into}, cells=cells, piece_bytes=4 * MiB)
         await fetch.run([source.source(port=port)], WITHIN)
         assert np.array_equal(into.copy(), held.copy())
-        assert 0 < fetch.again + (fetch.delivered.total() - held.nbytes) <= 8 * MiB
+        assert fetch.again <= 8 * MiB
+        assert fetch.again or place == 200  # a frame's own header: its connection is given up
 
     @pytest.mark.parametrize("with_cells", [True, False])
     async def test_bits_that_always_flip_are_said(
@@ -134,8 +135,8 @@ class TestCorruption:
     async def test_bytes_that_lie_wrong_at_the_source_are_named(
         self, node: Callable[..., Node], segment: Callable[..., Segment], held: Segment
     ) -> None:
-        with held.bytes() as there:
-            there[tensors().piece_offsets[6] + 5] ^= 1
+        at = tensors().piece_offsets[6] + 5
+        held.memory.view[at] ^= 1
         into, source = segment(held.nbytes), node("a", {0: held})
         fetch = fetcher(self.transport, {0: into}, cells={0: Cells(tensors())})
         with pytest.raises(

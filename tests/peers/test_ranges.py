@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,7 +26,7 @@ def test_ranges_are_sets_of_numbers(steps: list[tuple[bool, int, int]], start: i
         assert ranges.total == len(numbers)
         spans = list(ranges)
         assert all(a < b for a, b in spans)
-        assert all(left[1] < right[0] for left, right in zip(spans, spans[1:], strict=False))
+        assert all(left[1] < right[0] for left, right in pairwise(spans))
     asked = set(range(start, end))
     assert ranges.covers(start, end) == (asked <= numbers)
     assert {n for a, b in ranges.within(start, end) for n in range(a, b)} == numbers & asked
