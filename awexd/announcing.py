@@ -28,7 +28,7 @@ RENEWALS = 3
 """In the time after which a daemon that says nothing is gone."""
 BACKOFF_SECONDS = (0.1, 5.0)
 LEAVE_SECONDS = 2.0
-_TRANSIENT = (DaemonUnavailable, DeadlineExceeded, BudgetExceeded)
+_TRANSIENT = (DaemonUnavailable, DeadlineExceeded)
 _log = logging.getLogger(__name__)
 
 
@@ -62,6 +62,7 @@ class Announcer:
         self._dirty: set[str] = set()
         self._told: set[str] = set()
         self._refused: dict[str, str] = {}
+        self._later: set[str] = set()
         self._bodies: set[str] = set()
         self._changed = asyncio.Event()
         self._problem: str | None = "not announced yet"
@@ -143,6 +144,8 @@ class Announcer:
                 answer = await self._ask(client, "POST", f"/v1/nodes/{self.node}/renew", {"run": self.run})
                 self._clock = answer["clock_ms"] / 1000 - time.monotonic()
                 renewal = time.monotonic() + self._ttl / RENEWALS
+                self._dirty |= self._later
+                self._later.clear()
             self._changed.clear()
             if not self._dirty:
                 with contextlib.suppress(TimeoutError):
@@ -167,7 +170,9 @@ class Announcer:
             self._dirty.add(name)
             raise
         except AwexdError as error:
-            # Its next change is told again; until then nothing would come of it.
+            # Its next change is told again; until then nothing would come of it, unless there only was no room.
+            if isinstance(error, BudgetExceeded):
+                self._later.add(name)
             if self._refused.get(name) != str(error):
                 self._refused[name] = str(error)
                 self._service.note("metaserver", name, f"the MetaServer refuses it: {error}", logging.WARNING)

@@ -15,7 +15,7 @@ import orjson
 from awexd import __version__
 from awexd.metaserver import metrics, schema, views
 from awexd.metaserver.http import Connection, Head, Refused, Server, not_found, unauthorized
-from awexd.metaserver.manifests import Manifests, check_body
+from awexd.metaserver.manifests import Manifests, check_body, unpacked_bytes
 from awexd.metaserver.model import Held, Piece, Report
 from awexd.metaserver.publishing import Publisher
 from awexd.metaserver.schema import Operation, Router
@@ -27,8 +27,12 @@ from awexd_transports.errors import AccessDenied, BudgetExceeded, InvalidArgumen
 DEFAULT_WAIT_MS = 30_000
 EXPIRY_SECONDS = 0.25
 """How late a node that is gone may be noticed."""
-SLOW_BYTES = 64 << 10
-"""Of a manifest from which on it is checked in a thread."""
+KEPT_VIEWS = 64
+"""Answers about a whole job that are kept until it changes."""
+SLOW_BYTES = 256 << 10
+"""Of a manifest, unpacked, from which on it is checked in a thread."""
+MAX_UNCHECKED_BYTES = 256 << 20
+"""Of manifests that wait for that."""
 _LOOPBACK_NAMES = ("localhost", "ip6-localhost")
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\[\]]+))(?::\d+)?")
 
@@ -69,6 +73,8 @@ class App:
         self._page_body = resources.files("awexd.metaserver").joinpath("page.html").read_bytes()
         self._started = time.monotonic()
         self.manifests = Manifests(lambda: {d for job in state.jobs.values() for d in job.digests()})
+        self._views: dict[str, tuple[int, bytes]] = {}
+        self._unchecked = 0
         self._checking = asyncio.Semaphore(1)
         self.publisher: Publisher
         self.server: Server
@@ -113,7 +119,7 @@ class App:
                 value = orjson.loads(body)
             except orjson.JSONDecodeError as error:
                 raise InvalidArgument(f"the body is not JSON: {error}") from error
-            operation.body(value, "body")
+            operation.check(value)
         try:
             return self._routes[operation.name](connection, routed, value)
         finally:
@@ -179,28 +185,39 @@ class App:
         return self.answer({"jobs": self._briefs()})
 
     def _briefs(self) -> list[orjson.Fragment]:
-        return [orjson.Fragment(brief) for _, (_, brief, _) in sorted(self.publisher.briefs.items())]
+        return [orjson.Fragment(brief) for brief in self.publisher.all_shown()]
 
     def _job(self, connection: Connection, routed: Routed, body: bytes) -> Outcome:
-        self._state.find(routed.job)
-        if self.publisher.held(routed.job):
-            return self._job_later(routed.job)
-        return self.answer(views.view(self._state.find(routed.job)))
+        job = self._state.find(routed.job)
+        if self.publisher.held(job.name):
+            return self._job_later(job.name)
+        known = self._views.get(job.name)
+        if known is None or known[0] != job.seq:
+            known = self._views[job.name] = job.seq, self.answer(views.view(job))
+            while len(self._views) > KEPT_VIEWS:
+                del self._views[next(iter(self._views))]
+        return known[1]
 
     async def _job_later(self, job: str) -> bytes:
         await self.publisher.durable(job)
         return self.answer(views.view(self._state.find(job)))
 
     def _watch(self, connection: Connection, routed: Routed, body: bytes) -> Outcome:
-        found = self.publisher.briefs.get(routed.job)
+        found = self.publisher.shown(routed.job)
         after = routed.query.get("after", 0)
-        if found is None and not after:
-            raise not_found(f"no job {routed.job} here")
-        # A seq that is not of this process's: whoever has it missed something.
-        if found is None or after != found[0]:
-            return found[2] if found else self.answer(views.closed(routed.job, self.publisher.events.last))
+        if found is None:
+            if not after:
+                raise not_found(f"no job {routed.job} here")
+            return self.answer(views.closed(routed.job, self.publisher.events.last))
+        if after != found.seq:  # one that is of no change here, too: whoever has it missed something
+            return found.answer if not found.stale else self._watch_later(routed.job)
         self.publisher.waiters(routed.job).add(connection, routed.query.get("timeout_ms", DEFAULT_WAIT_MS) / 1000)
         return None
+
+    async def _watch_later(self, job: str) -> bytes:
+        await self.publisher.durable(job)
+        found = self.publisher.shown(job)
+        return found.answer if found else self.answer(views.closed(job, self.publisher.events.last))
 
     def _events(self, connection: Connection, routed: Routed, body: bytes) -> Outcome:
         events, after = self.publisher.events, routed.query.get("after", 0)
@@ -321,19 +338,26 @@ class App:
 
     def _keep_manifest(self, connection: Connection, routed: Routed, body: bytes) -> Outcome:
         digest = routed.places["digest"]
-        if len(body) > SLOW_BYTES:
+        if digest in self.manifests:
+            return self.answer({})
+        if unpacked_bytes(body) > SLOW_BYTES:
+            if self._unchecked + len(body) > MAX_UNCHECKED_BYTES:
+                raise BudgetExceeded("too many large manifests at once; send it again")
             return self._keep_large(digest, body)
-        if digest not in self.manifests:
-            check_body(body, digest)
-            self.manifests.add(digest, body)
+        check_body(body, digest)
+        self.manifests.add(digest, body)
         return self.answer({})
 
     async def _keep_large(self, digest: str, body: bytes) -> bytes:
         """One at a time: unpacked, a body may be larger than it came by far."""
-        async with self._checking:
-            if digest not in self.manifests:
-                await asyncio.to_thread(check_body, body, digest)
-                self.manifests.add(digest, body)
+        self._unchecked += len(body)
+        try:
+            async with self._checking:
+                if digest not in self.manifests:
+                    await asyncio.to_thread(check_body, body, digest)
+                    self.manifests.add(digest, body)
+        finally:
+            self._unchecked -= len(body)
         return self.answer({})
 
     # administrators
@@ -359,23 +383,21 @@ def _by_rank(rows: list[list[Any]]) -> dict[int, list[Any]]:
 
 def _report_of(body: Body) -> Report:
     local, size = body["local"], body["world_size"]
-    ranks = {rank: digest for rank, (digest,) in _by_rank(body["ranks"]).items()}
+    ranks = {rank: digest for rank, (digest,) in _by_rank(body["ranks"]).items()} if body["ranks"] else {}
     if local and not (body["epoch"] and body["keep"] and size and all(rank < size for rank in ranks)):
         raise InvalidArgument("body: a local job has an epoch, world_size and keep, and ranks below that size")
     if ranks and not local:
         raise InvalidArgument("body: ranks of a job that spans nodes are joined, not reported")
-    held = tuple(
-        Held(
-            (one["epoch"], one["step"]),
-            one["attempt"],
-            {rank: Piece(*piece) for rank, piece in _by_rank(one["pieces"]).items()},
-        )
-        for one in body["versions"]
-    )
-    if len({one.key for one in held}) < len(held):
+    held = tuple(_held(one) for one in body["versions"])
+    if len(held) > 1 and len({one.key for one in held}) < len(held):
         raise InvalidArgument("body: a version twice")
-    used = frozenset(worker["digest"] for engine in body["engines"] for worker in engine["workers"])
+    used = frozenset([worker["digest"] for engine in body["engines"] for worker in engine["workers"]])
     return Report(local, body["epoch"], size, body["keep"], ranks, held, tuple(body["engines"]), used)
+
+
+def _held(one: Body) -> Held:
+    pieces = {rank: Piece(*piece) for rank, piece in _by_rank(one["pieces"]).items()}
+    return Held((one["epoch"], one["step"]), one["attempt"], pieces)
 
 
 def _is_loopback(host: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from awexd_transports.encoding import read_header
 from awexd_transports.errors import BudgetExceeded, ProtocolError
 from awexd_transports.layout import MAX_MANIFEST_BYTES, Manifest
 
@@ -19,6 +20,15 @@ def check_body(body: bytes, digest: str) -> None:
     """
     if Manifest.decode(body).digest != digest:
         raise ProtocolError("a manifest whose digest is another than the one named")
+
+
+def unpacked_bytes(body: bytes) -> int:
+    """What a body says it unpacks to, and never more than it does.
+
+    Raises:
+        ProtocolError: it is no manifest, or over a limit.
+    """
+    return max(len(body), read_header(body).payload)
 
 
 class Manifests:

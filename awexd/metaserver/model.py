@@ -137,7 +137,7 @@ class Job:
 
     Attributes:
         high: the last step that was committed in this epoch; -1 for none. It never goes back.
-        committed: recent commits and their attempts, for whoever asks again.
+        committed: recent commits, each with its attempt and its number of ranks, for whoever asks again.
         aborted: recent attempts that were aborted, and why.
         seq: of its last change; see ``State.seq``.
     """
@@ -150,7 +150,7 @@ class Job:
     members: dict[int, Member] = field(default_factory=dict)
     pending: Rendezvous | None = None
     attempts: dict[int, Attempt] = field(default_factory=dict)
-    committed: OrderedDict[VersionKey, int] = field(default_factory=OrderedDict)
+    committed: dict[VersionKey, tuple[int, int]] = field(default_factory=dict)
     aborted: OrderedDict[int, str] = field(default_factory=OrderedDict)
     versions: dict[VersionKey, Version] = field(default_factory=dict)
     reports: dict[str, Report] = field(default_factory=dict)
@@ -159,6 +159,11 @@ class Job:
     @property
     def absent(self) -> list[int]:
         return [rank for rank in range(self.world_size) if rank not in self.members]
+
+    def attempt_of(self, key: VersionKey) -> int | None:
+        """Of a commit that is remembered."""
+        known = self.committed.get(key)
+        return known[0] if known else None
 
     def listed(self) -> list[Version]:
         """Newest first."""

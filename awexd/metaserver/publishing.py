@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -26,12 +27,18 @@ DISK_SECONDS = 10.0
 _log = logging.getLogger(__name__)
 
 
-class Publisher:
-    """Carries out the effects of one state.
+@dataclass(slots=True)
+class Shown:
+    """What everyone may know of a job: its last change that is told, and its brief as of that or, ``stale``, before."""
 
-    Attributes:
-        briefs: of each job, what everyone may know: its seq and the whole answer to a watch.
-    """
+    seq: int
+    body: bytes
+    answer: bytes
+    stale: bool = False
+
+
+class Publisher:
+    """Carries out the effects of one state."""
 
     def __init__(
         self,
@@ -47,7 +54,7 @@ class Publisher:
         self._answer = answer
         self._quiet = quiet
         self.events = Events(number, answer, quiet)
-        self.briefs: dict[str, tuple[int, bytes, bytes]] = {}
+        self._briefs: dict[str, Shown] = {}
         self.watchers: dict[str, Waiters] = {}
         self.flushes = 0
         self._writing: set[str] = set()
@@ -83,6 +90,8 @@ class Publisher:
     def settle(self) -> None:
         """After every change of the state: tells what may be told, and has the rest written."""
         state = self._state
+        if not (state.touched or state.notes or state.records or state.nodes_changed != self._nodes_told):
+            return
         touched, state.touched = state.touched, set()
         for name in touched:
             if self.held(name):
@@ -148,7 +157,26 @@ class Publisher:
         return True
 
     def _publish(self, name: str) -> None:
-        self._tell(name, self._made(name))
+        """Tells who waits. Where nobody does, the brief is made when somebody asks."""
+        job, shown = self._state.jobs.get(name), self._briefs.get(name)
+        if job is None or shown is None or name in self.watchers or self.events.streams:
+            self._tell(name, self._made(name))
+        else:
+            shown.seq = job.seq = self._number()
+            shown.stale = True
+
+    def shown(self, name: str) -> Shown | None:
+        """As of the last change; ``stale`` where that is not on disk, and so of one before."""
+        shown = self._briefs.get(name)
+        if shown is not None and shown.stale and not self.held(name):
+            shown.body = orjson.dumps(views.brief(self._state.jobs[name]))
+            shown.answer = self._answer(shown.body)
+            shown.stale = False
+        return shown
+
+    def all_shown(self) -> list[bytes]:
+        """Of every job, by name."""
+        return [shown.body for name in sorted(self._briefs) if (shown := self.shown(name)) is not None]
 
     def _made(self, name: str) -> tuple[int, bytes]:
         """A job as everyone may see it from now on."""
@@ -162,9 +190,9 @@ class Publisher:
     def _tell(self, name: str, made: tuple[int, bytes]) -> None:
         answer = self._answer(made[1])
         if name in self._state.jobs:
-            self.briefs[name] = (*made, answer)
+            self._briefs[name] = Shown(*made, answer)
         else:
-            self.briefs.pop(name, None)
+            self._briefs.pop(name, None)
         waiters = self.watchers.pop(name, None)
         if waiters is not None:
             waiters.tell(answer)
@@ -172,7 +200,7 @@ class Publisher:
 
     def _show(self, name: str) -> None:
         made = self._made(name)
-        self.briefs[name] = (*made, self._answer(made[1]))
+        self._briefs[name] = Shown(*made, self._answer(made[1]))
 
     def waiters(self, name: str) -> Waiters:
         """Who waits for that job."""

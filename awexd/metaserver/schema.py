@@ -14,9 +14,9 @@ from typing import Any
 import orjson
 
 from awexd.metaserver.http import Refused
+from awexd.metaserver.predicates import Predicate, Schema, predicate, resolved
 from awexd_transports.errors import InvalidArgument
 
-Schema = Mapping[str, Any]
 Check = Callable[[Any, str], None]
 """Raises InvalidArgument, naming the place, where a value is not of that kind."""
 
@@ -40,7 +40,7 @@ class Operation:
     Attributes:
         role: the least that may call it; None: anyone.
         numbers, texts: query parameters by name: their checks; ``required`` of them must be given.
-        body: of the JSON body; None where it takes none, or bytes (``binary``).
+        accepts, body: of the JSON body, the second to say what is wrong; None where it has none, or is bytes.
     """
 
     name: str
@@ -52,8 +52,15 @@ class Operation:
     numbers: Mapping[str, Check]
     texts: Mapping[str, Check]
     required: frozenset[str]
+    accepts: Predicate | None
     body: Check | None
     binary: bool
+
+    def check(self, value: Any) -> None:
+        """Refuses a body that is not as the document says, and says why."""
+        if self.accepts is not None and self.body is not None and not self.accepts(value):
+            self.body(value, "body")
+            raise InvalidArgument("body: not as /openapi.json says")
 
     def query(self, text: str) -> dict[str, Any]:
         """The parameters of a query, checked. Nothing in it is decoded: no value of ours needs it."""
@@ -129,10 +136,10 @@ class Router:
 
 
 def _operation(root: Schema, template: str, method: str, found: Schema) -> Operation:
-    parameters = [_resolved(root, one) for one in found.get("parameters", ())]
+    parameters = [resolved(root, one) for one in found.get("parameters", ())]
     query = [one for one in parameters if one["in"] == "query"]
     checks = {one["name"]: compiled(root, one["schema"]) for one in parameters}
-    numeric = {one["name"] for one in query if _resolved(root, one["schema"])["type"] == "integer"}
+    numeric = {one["name"] for one in query if resolved(root, one["schema"])["type"] == "integer"}
     content = found.get("requestBody", {}).get("content", {})
     schema = content.get("application/json", {}).get("schema")
     places = _PLACE.findall(template)
@@ -148,6 +155,7 @@ def _operation(root: Schema, template: str, method: str, found: Schema) -> Opera
         numbers={one["name"]: checks[one["name"]] for one in query if one["name"] in numeric},
         texts={one["name"]: checks[one["name"]] for one in query if one["name"] not in numeric},
         required=frozenset(one["name"] for one in query if one.get("required")),
+        accepts=predicate(root, schema) if schema is not None else None,
         body=compiled(root, schema) if schema is not None else None,
         binary="application/octet-stream" in content,
     )
@@ -155,7 +163,7 @@ def _operation(root: Schema, template: str, method: str, found: Schema) -> Opera
 
 def compiled(root: Schema, schema: Schema) -> Check:
     """One check for all that a schema says."""
-    schema = _resolved(root, schema)
+    schema = resolved(root, schema)
     checks: list[Check] = []
     for keyword, value in schema.items():
         if keyword not in _IGNORED and keyword not in _BESIDE:
@@ -168,15 +176,6 @@ def compiled(root: Schema, schema: Schema) -> Check:
             one(value, place)
 
     return check
-
-
-def _resolved(root: Schema, schema: Schema) -> Schema:
-    while "$ref" in schema:
-        found: Any = root
-        for part in schema["$ref"].removeprefix("#/").split("/"):
-            found = found[part]
-        schema = found
-    return schema
 
 
 def _fails(place: str, wanted: str) -> InvalidArgument:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import ipaddress
 import itertools
 import logging
@@ -74,6 +75,8 @@ async def _main(settings: Settings, database: Database, environ: Mapping[str, st
         background.append(asyncio.create_task(keep_watchdog(notifier, interval)))
     if tokens is None:
         _log.warning("no token file: only this machine is served, and everyone on it may do everything")
+    gc.collect()
+    gc.freeze()  # what lives as long as the server is not looked through again while somebody waits
     notifier.ready(f"serving {url}")
     _log.info("awexd %s metaserver: serving %s", __version__, url)
     stopped = asyncio.create_task(stop.wait())

@@ -195,17 +195,19 @@ class State:
 
     def _take_versions(self, job: Job, node: str, report: Report) -> list[VersionKey]:
         """Which pieces of which committed versions the node has now."""
-        refused, holds = [], {}
+        refused: list[VersionKey] = []
+        holds: dict[VersionKey, Held] = {}
+        if not report.versions and not job.versions:
+            return refused
         for held in report.versions:
-            if job.committed.get(held.key) == held.attempt:
+            if job.attempt_of(held.key) == held.attempt:
                 holds[held.key] = held
             else:
                 refused.append(held.key)
         for key, held in holds.items():
             version = job.versions.get(key)
             if version is None:
-                size = job.world_size if key[0] == job.epoch else max(held.pieces, default=-1) + 1
-                version = job.versions[key] = Version(key, held.attempt, size)
+                version = job.versions[key] = Version(key, *job.committed[key])
             for rank, piece in held.pieces.items():
                 version.pieces.setdefault(rank, piece)
             ranks = frozenset(rank for rank, piece in held.pieces.items() if version.pieces[rank] == piece)
@@ -306,7 +308,7 @@ class State:
             text = f"epoch {epoch} step {step} committed, {version.nbytes} bytes on {len(version.holders)} nodes"
             self.note("committed", job_name, "", text)
         self.touched.add(job_name)
-        return job.committed.get((epoch, step)) == attempt
+        return job.attempt_of((epoch, step)) == attempt
 
     def abort(self, name: str, run: str, job_name: str, epoch: int, step: int, attempt: int | None, why: str) -> bool:
         """Whether there was an attempt to discard; see ``writing.abort``."""
@@ -371,7 +373,6 @@ class State:
         return job
 
     def _record(self, job: Job) -> None:
-        sizes = {key: version.world_size for key, version in job.versions.items()}
-        commits = ((*key, number, sizes.get(key, job.world_size)) for key, number in job.committed.items())
+        commits = ((*key, *known) for key, known in job.committed.items())
         self.records[job.name] = Record(job.name, job.epoch, job.world_size, job.keep, job.high, tuple(commits))
         self.touched.add(job.name)

@@ -159,7 +159,7 @@ def seal(
         EpochChanged: a newer epoch is open.
         VersionConflict: the attempt was aborted, or a rank is not this node's.
     """
-    if job.committed.get((epoch, step)) == number:
+    if job.attempt_of((epoch, step)) == number:
         return None
     ranks = set(pieces)
     _check_current(job, node, epoch, ranks)
@@ -183,7 +183,7 @@ def abort(job: Job, node: str, epoch: int, step: int, number: int | None, reason
         EpochChanged: a newer epoch is open.
         VersionConflict: it is committed.
     """
-    if number is not None and job.committed.get((epoch, step)) == number:
+    if number is not None and job.attempt_of((epoch, step)) == number:
         raise VersionConflict(f"{job.name}: epoch {epoch} step {step} is committed; roll it back instead")
     _check_current(job, node, epoch, ())
     attempt = job.attempts.get(step)
@@ -230,7 +230,7 @@ def remember_abort(job: Job, number: int, why: str) -> None:
 def remember_commit(job: Job, version: Version) -> None:
     """Lists a version as committed; the oldest are forgotten."""
     job.versions[version.key] = version
-    job.committed[version.key] = version.attempt
+    job.committed[version.key] = version.attempt, version.world_size
     while len(job.committed) > MAX_VERSIONS:
         del job.committed[min(job.committed)]
     if version.key[0] == job.epoch:

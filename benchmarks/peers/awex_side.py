@@ -167,6 +167,19 @@ class Server:
             stop_meta_server()
         return {"direct": direct, "waited": waited, "median": statistics.median(direct)}
 
+    def start(self) -> Answer:
+        """Starts it; ``stop`` ends it."""
+        from awex.meta.meta_server import start_meta_server
+
+        address, port = start_meta_server("127.0.0.1", 0)
+        return {"address": address, "port": int(port)}
+
+    def stop(self) -> Answer:
+        from awex.meta.meta_server import stop_meta_server
+
+        stop_meta_server()
+        return {}
+
     def _waited(self, ours: Any, theirs: Any, number: int) -> float:
         ended: list[float] = []
 
@@ -187,7 +200,7 @@ def main() -> None:
     role, *peers, link = sys.argv[1:]
     makers: dict[str, Any] = {"writer": Writer, "reader": Reader, "planner": Planner, "server": Server}
     side = makers[role](*map(int, peers))
-    names = ("open", "publish", "release", "update", "check", "plan", "measure")
+    names = ("open", "publish", "release", "update", "check", "plan", "measure", "start", "stop")
     serve(int(link), {name: getattr(side, name) for name in names if hasattr(side, name)})
 
 

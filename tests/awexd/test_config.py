@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from awexd.config import Settings, check_socket_path, default_socket, default_state_dir, load, parse_size
+from awexd.metaserver.config import load as load_metaserver
 from awexd_transports.errors import InvalidArgument
 
 
@@ -152,3 +153,40 @@ def test_state_folder_is_systemds_then_the_users() -> None:
     else:
         assert default_state_dir({"HOME": "/users/a"}) == Path("/users/a/.local/state/awexd")
         assert default_state_dir({"XDG_STATE_HOME": "/s"}) == Path("/s/awexd")
+
+
+def test_variables_of_the_other_command_are_passed_over_and_others_are_not(tmp_path: Path) -> None:
+    environ = {"AWEXD_PORT": "1", "AWEXD_SOCKET": "/run/s", "AWEXD_TOKEN_FILE": "/etc/t"}
+    settings = load({}, environ)
+    assert (settings.socket, settings.token_file) == ("/run/s", Path("/etc/t"))
+    ours = load_metaserver({}, environ)
+    assert (ours.port, ours.token_file) == (1, Path("/etc/t"))
+    for reads in (load, load_metaserver):
+        with pytest.raises(InvalidArgument, match="unknown setting 'prot'"):
+            reads({}, {"AWEXD_PROT": "1"})
+        with pytest.raises(InvalidArgument, match="unknown setting"):
+            reads({}, {}, toml(tmp_path, "port = 1" if reads is load else "socket = 's'"))
+
+
+def test_metaserver_takes_the_command_line_before_the_environment_before_the_file(tmp_path: Path) -> None:
+    file = toml(tmp_path, 'host = "a"\nport = 1\nnode_ttl = 1\n')
+    settings = load_metaserver({"port": "3"}, {"AWEXD_PORT": "2", "AWEXD_HOST": "b"}, file)
+    assert (settings.port, settings.host, settings.node_ttl, settings.max_connections) == (3, "b", 1.0, 8192)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("metaserver", "meta:7471"),
+        ("metaserver", "http://meta/path"),
+        ("metaserver", "ftp://meta"),
+        ("metaserver", "http://user:secret@meta"),
+        ("node", "../n"),
+        ("node", ""),
+        ("advertise", "host"),
+        ("advertise", "host:port"),
+    ],
+)
+def test_a_place_in_a_cluster_that_is_none_is_refused(name: str, value: str) -> None:
+    with pytest.raises(InvalidArgument, match=name):
+        load({name: value}, {})

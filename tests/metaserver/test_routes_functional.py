@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,7 +12,10 @@ from typing import Any
 import pytest
 
 from awexd import tickets
-from awexd_transports.layout import Entry, Manifest
+from awexd.metaserver.manifests import Manifests
+from awexd_transports.encoding import Header
+from awexd_transports.errors import BudgetExceeded
+from awexd_transports.layout import Entry, Manifest, body_digest
 from awexd_transports.shard import Box, TensorSpec
 from tests.metaserver.servers import DIGEST, RUN, Client, Failed, MetaServer, document, report
 
@@ -207,3 +212,60 @@ def test_refusal_of_what_a_stopped_node_asks_says_to_announce(client: Client) ->
     with pytest.raises(Failed) as failure:
         client.call("renew", {"run": RUN}, node="n0")
     assert failure.value.error["details"] == {"announce": True}
+
+
+def test_page_loads_nothing_from_elsewhere_and_may_not(client: Client) -> None:
+    page = client.call("page").decode()
+    assert not re.search(r"(?:https?:)?//[a-z0-9]|<(?:link|img|iframe)|src=|@import|url\(", page.replace("// ", ""))
+    assert "innerHTML" not in page
+    client.http.request("GET", "/")
+    answer = client.http.getresponse()
+    policy = answer.getheader("Content-Security-Policy") or ""
+    answer.read()
+    assert "default-src 'none'" in policy
+    assert "connect-src 'self'" in policy
+
+
+def test_metrics_are_prometheus_text(pair: Client) -> None:
+    commit(pair, 4)
+    text = pair.call("metrics").decode()
+    assert text.endswith("\n")
+    lines = text.splitlines()
+    samples = [line for line in lines if not line.startswith("#")]
+    assert all(re.fullmatch(r'awexd_metaserver_[a-z_]+(\{job="[^"]+"\})? -?\d+', line) for line in samples)
+    names = {re.split("[{ ]", line)[0] for line in samples}
+    assert {line.split()[2] for line in lines if line.startswith("# TYPE")} == names
+    assert f'awexd_metaserver_job_last_step{{job="{JOB}"}} 4' in samples
+
+
+def test_manifest_that_unpacks_to_far_more_is_refused_and_one_that_may_is_kept(client: Client) -> None:
+    bomb = Header(dims=1, fields=0, names=1, entries=1, vocabulary=2, payload=64 << 20).packed()
+    bomb += zlib.compress(bytes(64 << 20), 9)
+    assert len(bomb) < 1 << 17
+    with pytest.raises(Failed) as failure:
+        client.call("keep_manifest", bomb, digest=body_digest(bomb))
+    assert (failure.value.status, failure.value.code) == (400, "protocol_error")
+    names = [
+        TensorSpec(f"layer.{number * 7919 % 100_003}.weight", (number + 1,), "bfloat16") for number in range(50_000)
+    ]
+    large = Manifest.of(Entry(one, Box((0,), one.shape), piece) for piece, one in enumerate(names))
+    client.call("keep_manifest", large.encoded, digest=large.digest)
+    assert client.call("manifest", digest=large.digest) == large.encoded
+    client.call("keep_manifest", large.encoded, digest=large.digest)
+
+
+def test_manifests_in_use_stay_and_others_make_room() -> None:
+    bodies = {name: bytes(100) for name in "abcdef"}
+    kept = Manifests(lambda: {"a"}, max_bytes=450, max_bodies=100)
+    for name in "abcd":
+        kept.add(name, bodies[name])
+    kept.add("e", bodies["e"])
+    assert "a" in kept
+    assert "e" in kept
+    assert kept.nbytes <= 450
+    full = Manifests(lambda: set("abcd"), max_bytes=450, max_bodies=100)
+    for name in "abcd":
+        full.add(name, bodies[name])
+    with pytest.raises(BudgetExceeded):
+        full.add("e", bodies["e"])
+    assert [name in full for name in "abcde"] == [True] * 4 + [False]

@@ -340,6 +340,20 @@ def test_what_nobody_holds_is_no_longer_listed_but_for_the_newest() -> None:
     assert [version.key for version in cluster.job.listed()] == [(1, 3), (1, 2)]
 
 
+def test_after_a_restart_an_old_epoch_of_another_size_is_whole_only_with_all_of_its_ranks() -> None:
+    cluster = joined()
+    old = cluster.commit(5)
+    cluster.join("n0", 0, epoch="new", size=1, incarnation="i2")
+    attempt = cluster.begin("n0", 1, 0, epoch=2)
+    cluster.seal("n0", 1, attempt, 0, epoch=2)
+    after = Cluster("n0", first=FIRST + 100)
+    after.state.restore([cluster.record()])
+    pieces = {0: Piece("d", 100)}
+    told = Report(False, 0, 0, 0, {}, (Held((1, 5), old, pieces), Held((2, 1), attempt, pieces)), (), frozenset())
+    assert after.state.report("n0", "r1", JOB, told) == []
+    assert [(version.key, version.held()) for version in after.job.listed()] == [((2, 1), True), ((1, 5), False)]
+
+
 def test_what_is_remembered_of_a_job_is_bounded() -> None:
     cluster = joined()
     for step in range(2 * MAX_VERSIONS):
@@ -452,7 +466,7 @@ class Commits(RuleBasedStateMachine):
             assert not {(version.attempt, rank) for rank in (0, 1)} & self.given_up
             for rank, piece in version.pieces.items():
                 assert piece.digest == self.sealed[version.attempt][rank]
-        for key, number in job.committed.items():
+        for key, (number, _) in job.committed.items():
             assert set(self.sealed[number]) == {0, 1}, key
 
 
