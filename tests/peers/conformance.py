@@ -26,7 +26,7 @@ from awexd_transports.errors import (
 )
 from awexd_transports.ranges import Ranges
 from awexd_transports.registry import find
-from tests.peers.nodes import FILL, SUBJECT, Bytes, Node, Segment, fetcher
+from tests.peers.nodes import FILL, SUBJECT, Bytes, Fetching, Node, Segment, fetcher
 
 MiB = 1 << 20
 WITHIN = 60.0
@@ -50,6 +50,16 @@ async def stays(into: Segment) -> None:
         await asyncio.sleep(0.02)
         with into.bytes() as found:
             assert (found == FILL).all()
+
+
+async def settles(source: Node, before: dict[str, int]) -> None:
+    """Its descriptors and tasks are as many as before."""
+    for _ in range(500):
+        after = source.ask("status")
+        if (after["fds"], after["tasks"]) == (before["fds"], before["tasks"]):
+            return
+        await asyncio.sleep(0.02)
+    pytest.fail(f"{before} before, {after} after")
 
 
 class Conformance:
@@ -348,13 +358,40 @@ class Conformance:
                 await asyncio.sleep(0.002 * round)
                 running.cancel()
             await asyncio.wait([running])
-        for _ in range(500):
-            after = source.ask("status")
-            if (after["fds"], after["tasks"]) == (before["fds"], before["tasks"]):
-                break
-            await asyncio.sleep(0.02)
-        else:
-            pytest.fail(f"{before} before, {after} after")
+        await settles(source, before)
+
+    @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+    async def test_target_that_fails_in_the_middle_holds_nothing_of_the_source(
+        self, node: NodeMaker, segment: SegmentMaker, fetching: Callable[..., Fetching], fault: signal.Signals
+    ) -> None:
+        held, into, other = segment(256 * MiB, 1), segment(256 * MiB), segment(256 * MiB)
+        source = node("a", {0: held}, stall=0.3, idle=1.0)
+        before = source.ask("status")
+        target = fetching({0: into}, [(source.source(), None)], piece_bytes=MiB)
+        target.line()
+        target.send_signal(fault)
+        await fetcher(self.transport, {0: other}).run([source.source()], WITHIN)
+        await settles(source, before)
+        source.ask("withdraw", grace=30.0)
+        held.fill(0)
+
+    async def test_withdrawal_does_not_wait_for_a_target_that_is_stopped(
+        self, node: NodeMaker, segment: SegmentMaker, fetching: Callable[..., Fetching]
+    ) -> None:
+        held, into = segment(256 * MiB, 1), segment(256 * MiB)
+        before, source = held.copy(), node("a", {0: held}, stall=1000.0)
+        target = fetching({0: into}, [(source.source(), None)], piece_bytes=MiB)
+        target.line()
+        target.send_signal(signal.SIGSTOP)
+        source.ask("withdraw")
+        held.fill(0)
+        target.send_signal(signal.SIGCONT)
+        result = target.result()
+        assert result["error"] == "version_unavailable", result
+        found = into.copy()
+        pieces = (slice(at, at + MiB) for at in range(0, held.nbytes, MiB))
+        whole = sum(MiB for piece in pieces if np.array_equal(found[piece], before[piece]))
+        assert whole >= held.nbytes - result["left"]
 
     async def test_call_itself_is_checked(self, segment: SegmentMaker) -> None:
         into = segment(MiB)
