@@ -14,7 +14,8 @@ import uvloop
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from awexd_transports.base import Piece
+from awexd.peers.fetcher import Fetcher
+from awexd_transports.base import Memory, Piece
 from awexd_transports.errors import (
     AccessDenied,
     AwexdError,
@@ -399,6 +400,14 @@ class Conformance:
             fetcher(self.transport, {0: into}, {1: Ranges([(0, 1)])})
         with pytest.raises(InvalidArgument, match="more is wanted"):
             fetcher(self.transport, {0: into}, {0: Ranges([(0, MiB + 1)])})
+        with pytest.raises(InvalidArgument, match="bytes a piece"):
+            fetcher(self.transport, {0: into}, piece_bytes=0)
+        read = Memory(into.fd, MiB)
+        with pytest.raises(InvalidArgument, match="rank 0 is wanted"):
+            Fetcher(find(self.transport)(), SUBJECT, {0: Ranges([(0, 1)])}, {0: read})
+        read.close()
+        with pytest.raises(InvalidArgument, match="an object of"):
+            Memory(into.fd, 2 * MiB)
 
 
 def check_part(into: Segment, held: Bytes, right: Ranges) -> None:
