@@ -80,7 +80,10 @@ class TcpServer:
                         await asyncio.sleep(ACCEPT_RETRY_SECONDS)
                         continue
                     if len(self._unproven) >= self._settings.unproven:
-                        next(iter(self._unproven)).cancel()
+                        oldest = next(iter(self._unproven))
+                        del self._unproven[oldest]  # at once: it ends a little later
+                        self.refused += 1
+                        oldest.cancel()
                     task = group.create_task(self._connection(sock, f"{address[0]} port {address[1]}"))
                     self._unproven[task] = None
                     task.add_done_callback(lambda done: self._unproven.pop(done, None))

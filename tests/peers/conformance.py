@@ -121,6 +121,23 @@ class Conformance:
         await asyncio.wait([running])
         await stays(into)
 
+    async def test_cancelled_piece_ends_its_lane(self, node: NodeMaker, segment: SegmentMaker) -> None:
+        held, into = segment(256 * MiB, 1), segment(256 * MiB)
+        source = node("a", {0: held})
+        lane = await find(self.transport)().connect(source.source(), SUBJECT)
+        pieces = [Piece(0, at, 64 * MiB) for at in (0, 64 * MiB)]
+        first, second = (asyncio.create_task(lane.fetch(piece, into.memory, summed=False)) for piece in pieces)
+        for _ in range(1000):
+            await asyncio.sleep(0)
+            if lane.received:
+                break
+        first.cancel()
+        with pytest.raises(AwexdError, match="me/grpo"):
+            await second
+        assert first.cancelled()
+        await stays(into)
+        await lane.close()
+
     async def test_after_a_deadline_nothing_is_written(self, node: NodeMaker, segment: SegmentMaker) -> None:
         held, into = segment(256 * MiB, 1), segment(256 * MiB)
         source = node("a", {0: held})
@@ -244,7 +261,7 @@ class Conformance:
         held, into = segment(MiB, 1), segment(MiB)
         source = node("a", {0: held}, offer=False)
         source.ask("offer", arrived={})
-        fetch = fetcher(self.transport, {0: into}, first_byte=1.6, stall=1.6)
+        fetch = fetcher(self.transport, {0: into}, first_byte=1.6, stall=1.6, retries=0)
         running = asyncio.create_task(fetch.run([source.source()], WITHIN))
         await asyncio.sleep(2.5)
         source.ask("extend", rank=0, start=0, end=MiB)
@@ -381,7 +398,7 @@ class Conformance:
     ) -> None:
         held, into = segment(256 * MiB, 1), segment(256 * MiB)
         before, source = held.copy(), node("a", {0: held}, stall=1000.0)
-        target = fetching({0: into}, [(source.source(), None)], piece_bytes=MiB)
+        target = fetching({0: into}, [(source.source(), None)], piece_bytes=32 * MiB)
         target.line()
         target.send_signal(signal.SIGSTOP)
         source.ask("withdraw")
@@ -390,8 +407,8 @@ class Conformance:
         result = target.result()
         assert result["error"] == "version_unavailable", result
         found = into.copy()
-        pieces = (slice(at, at + MiB) for at in range(0, held.nbytes, MiB))
-        whole = sum(MiB for piece in pieces if np.array_equal(found[piece], before[piece]))
+        pieces = (slice(at, at + 32 * MiB) for at in range(0, held.nbytes, 32 * MiB))
+        whole = sum(32 * MiB for piece in pieces if np.array_equal(found[piece], before[piece]))
         assert whole >= held.nbytes - result["left"]
 
     async def test_call_itself_is_checked(self, segment: SegmentMaker) -> None:
