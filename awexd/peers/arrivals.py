@@ -33,11 +33,16 @@ class Arrivals:
         if any(end > memory.nbytes for _, end in self.wanted):
             raise InvalidArgument(f"rank {rank}: more is wanted than its memory of {memory.nbytes} bytes holds")
         self._here, self.right = Ranges(), Ranges()
+        self._of: dict[str, Ranges] = {}
         self._turn = asyncio.Lock()
         self.left = self.wanted.total
 
     def pieces(self) -> Iterator[tuple[Piece, bool]]:
-        """What is not known to be right, as pieces of any length; and whether the others need it first."""
+        """What is not known to be right, as pieces of any length; and whether the others need it first.
+
+        All of it is fetched anew: what came before and was not compared must not be taken for what will come.
+        """
+        self._here = self.right.copy()
         table = self._cells.table if self._cells else (self.memory.nbytes, self.memory.nbytes)
         for start, end in self.wanted:
             for low, high in self.right.missing(start, end):
@@ -51,9 +56,12 @@ class Arrivals:
         """Whether the table says what its bytes are; else they need a sum of their own."""
         return self._cells is not None and piece.offset < self._cells.table[0]
 
-    async def take(self, piece: Piece) -> list[Checked]:
-        """The piece is here. Returns the tiles that turn out wrong: they are wanted again."""
+    async def take(self, piece: Piece, node: str) -> list[Checked]:
+        """The piece is here, from that node. Returns the tiles that turn out wrong: they are wanted again."""
         self._here.add(piece.offset, piece.end)
+        for held in self._of.values():
+            held.remove(piece.offset, piece.end)
+        self._of.setdefault(node, Ranges()).add(piece.offset, piece.end)
         if self._cells is None:
             self._good(piece.offset, piece.end)
             return []
@@ -73,6 +81,10 @@ class Arrivals:
     def again(self, tile: Checked) -> Piece:
         """Wrong bytes, as a piece."""
         return Piece(self.rank, tile.start, tile.end - tile.start)
+
+    def came_from(self, tile: Checked) -> list[str]:
+        """The nodes that its bytes came from last."""
+        return [node for node, held in self._of.items() if any(held.within(tile.start, tile.end))]
 
     def names(self, tile: Checked) -> str:
         return self._cells.names(tile) if self._cells else ""

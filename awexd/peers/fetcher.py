@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from awexd.peers.arrivals import Arrivals, Arrived, wanted_of
-from awexd.peers.cells import Cells
+from awexd.peers.cells import Cells, Checked
 from awexd.peers.pace import Pace, slowest
 from awexd.peers.pieces import Pieces
 from awexd.peers.settings import PeerSettings
@@ -120,6 +120,7 @@ class _Run:
         self._streams = {source.node: self._settings.streams for source in sources}
         self._paces: dict[Lane, Pace] = {}
         self._strikes: Counter[str] = Counter()
+        self._doubted: set[tuple[int, int]] = set()
         self._failures: dict[str, AwexdError] = {}
         self._changed = asyncio.Event()
         self._ended = asyncio.Event()
@@ -200,7 +201,7 @@ class _Run:
         try:
             await lane.fetch(piece, rank.memory, summed=summed)
         except IntegrityError as error:
-            self._strike(source, error)
+            self._strike(source.node, error)
             self._want_again(piece)
             return
         except BaseException:
@@ -209,27 +210,29 @@ class _Run:
         finally:
             pace.answered(piece)
         self._fetcher.delivered[source.node] += piece.nbytes
-        for tile in await rank.take(piece):
-            again = rank.again(tile)
-            self._strike(
-                source,
-                IntegrityError(
-                    f"{self._fetcher._subject} from {source.node}: {rank.names(tile)} "
-                    f"(rank {rank.rank}) is not what its writer stored"
-                ),
-            )
-            self._want_again(again)
+        for tile in await rank.take(piece, source.node):
+            self._blame(rank, tile)
+            self._want_again(rank.again(tile))
         self._change()
         if not self._fetcher.left:
             self._ended.set()
 
-    def _strike(self, source: Source, error: IntegrityError) -> None:
-        self._strikes[source.node] += 1
-        self._failures[source.node] = error
+    def _blame(self, rank: Arrivals, tile: Checked) -> None:
+        """Of a tile from two sources, either may be wrong: it comes again, from one if one has all of it."""
+        nodes, place = rank.came_from(tile), (rank.rank, tile.start)
+        if len(nodes) == 1 or place in self._doubted:
+            what = f"{rank.names(tile)} (rank {rank.rank}) is not what its writer stored"
+            for node in nodes:
+                self._strike(node, IntegrityError(f"{self._fetcher._subject} from {node}: {what}"))
+        self._doubted.add(place)
+
+    def _strike(self, node: str, error: IntegrityError) -> None:
+        self._strikes[node] += 1
+        self._failures[node] = error
 
     def _want_again(self, piece: Piece, *, delivered: bool = True) -> None:
         self._fetcher.again += piece.nbytes if delivered else 0
-        self._pieces.add(piece, first=True)
+        self._pieces.add(piece, first=True, whole=True)
         self._change()
 
     async def _idle(self, lane: Lane) -> None:

@@ -10,9 +10,9 @@ import contextlib
 import socket
 import ssl
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 CHUNK = 1 << 20
 """Bytes moved by one turn of the loop: 0.2 ms of it."""
@@ -63,14 +63,7 @@ async def connect(host: str, port: int, tls: ssl.SSLContext | None, within: floa
     try:
         async with asyncio.timeout(within):
             found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            family, kind, number, _, address = found[0]
-            sock = socket.socket(family, kind, number)
-            try:
-                sock.setblocking(False)
-                await loop.sock_connect(sock, address)
-            except BaseException:
-                sock.close()
-                raise
+            sock = await _connected(found)
     except TimeoutError:
         raise TimeoutError(f"no connection within {within:g} s") from None
     except OSError as error:
@@ -78,6 +71,24 @@ async def connect(host: str, port: int, tls: ssl.SSLContext | None, within: floa
     if tls is None:
         return SocketLink(sock)
     return await _tls(sock, tls, handshake, server_hostname=host)
+
+
+async def _connected(found: Sequence[tuple[int, int, int, str, tuple[Any, ...]]]) -> socket.socket:
+    """To the first of these addresses that answers."""
+    failure: OSError = ConnectionError("no address")
+    for family, kind, number, _, address in found:
+        sock = socket.socket(family, kind, number)
+        try:
+            sock.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(sock, address)
+            return sock
+        except OSError as error:
+            sock.close()
+            failure = error
+        except BaseException:
+            sock.close()
+            raise
+    raise failure
 
 
 async def accepted(sock: socket.socket, tls: ssl.SSLContext | None, handshake: float) -> Link:

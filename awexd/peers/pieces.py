@@ -10,7 +10,7 @@ from awexd_transports.base import Piece, Source
 
 
 class Pieces:
-    """Bytes that are wanted and not under way. A piece has the same holders throughout, and at most ``limit`` bytes."""
+    """Bytes that are wanted and not under way. A piece is cut by ``limit`` bytes, and where its holders change."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -31,9 +31,9 @@ class Pieces:
         del self._sources[node]
         self._regroup()
 
-    def add(self, piece: Piece, *, first: bool = False) -> None:
-        """Wanted, of any length; ``first``: before what else its holders have."""
-        parts = list(self._cut(piece))
+    def add(self, piece: Piece, *, first: bool = False, whole: bool = False) -> None:
+        """Wanted, of any length; ``first``: before what else its holders have; ``whole``: from one if one has all."""
+        parts = list(self._cut(piece, whole))
         for part in reversed(parts) if first else parts:
             holders = frozenset(node for node, source in self._sources.items() if source.has(part))
             queue = self._groups.setdefault(holders, deque())
@@ -55,9 +55,12 @@ class Pieces:
         pieces = list(self)
         self._groups.clear()
         for piece in pieces:
-            self.add(piece)
+            self.add(piece, whole=True)
 
-    def _cut(self, piece: Piece) -> Iterator[Piece]:
+    def _cut(self, piece: Piece, whole: bool) -> Iterator[Piece]:
+        if whole and any(source.has(piece) for source in self._sources.values()):
+            yield piece
+            return
         borders = {piece.offset, piece.end}
         for source in self._sources.values():
             held = source.holds.get(piece.rank) if source.holds is not None else None

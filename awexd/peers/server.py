@@ -80,12 +80,19 @@ class TcpServer:
                         await asyncio.sleep(ACCEPT_RETRY_SECONDS)
                         continue
                     if len(self._unproven) >= self._settings.unproven:
-                        next(iter(self._unproven)).cancel()
+                        oldest = next(iter(self._unproven))
+                        del self._unproven[oldest]  # at once: it ends a little later
+                        self.refused += 1
+                        oldest.cancel()
                     task = group.create_task(self._connection(sock, f"{address[0]} port {address[1]}"))
                     self._unproven[task] = None
                     task.add_done_callback(lambda done: self._unproven.pop(done, None))
         finally:
-            self._listener.close()
+            self.close()
+
+    def close(self) -> None:
+        """Stops listening; ``run`` does so at its end."""
+        self._listener.close()
 
     async def _connection(self, sock: socket.socket, who: str) -> None:
         """Whatever happens in here ends this connection and nothing else."""
@@ -159,6 +166,8 @@ class TcpServer:
         """Pieces, in the order in which they are asked for, until the target closes."""
         frame = bytearray(FRAME_BYTES)
         while True:
+            if offer.withdrawn:
+                raise offer.gone()
             await link.receive(memoryview(frame), self._settings.idle)
             kind, piece, summed = decode(frame)
             if kind is not Kind.WANT:

@@ -5,6 +5,11 @@ from __future__ import annotations
 import ssl
 from dataclasses import dataclass, field
 
+from awexd.peers.wire import MAX_PIECE
+from awexd_transports.errors import InvalidArgument
+
+MAX_STREAMS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class PeerSettings:
@@ -37,3 +42,10 @@ class PeerSettings:
     connections: int = 1024
     server_tls: ssl.SSLContext | None = field(default=None, repr=False)
     client_tls: ssl.SSLContext | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.piece_bytes <= MAX_PIECE and 1 <= self.streams <= MAX_STREAMS):
+            raise InvalidArgument(
+                f"{self.piece_bytes} bytes a piece and {self.streams} streams: there are 1 to {MAX_PIECE}, and 1 to "
+                f"{MAX_STREAMS}"
+            )

@@ -14,7 +14,8 @@ import uvloop
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from awexd_transports.base import Piece
+from awexd.peers.fetcher import Fetcher
+from awexd_transports.base import Memory, Piece
 from awexd_transports.errors import (
     AccessDenied,
     AwexdError,
@@ -26,7 +27,7 @@ from awexd_transports.errors import (
 )
 from awexd_transports.ranges import Ranges
 from awexd_transports.registry import find
-from tests.peers.nodes import FILL, SUBJECT, Bytes, Node, Segment, fetcher
+from tests.peers.nodes import FILL, SUBJECT, Bytes, Fetching, Node, Segment, fetcher
 
 MiB = 1 << 20
 WITHIN = 60.0
@@ -50,6 +51,16 @@ async def stays(into: Segment) -> None:
         await asyncio.sleep(0.02)
         with into.bytes() as found:
             assert (found == FILL).all()
+
+
+async def settles(source: Node, before: dict[str, int]) -> None:
+    """Its descriptors and tasks are as many as before."""
+    for _ in range(500):
+        after = source.ask("status")
+        if (after["fds"], after["tasks"]) == (before["fds"], before["tasks"]):
+            return
+        await asyncio.sleep(0.02)
+    pytest.fail(f"{before} before, {after} after")
 
 
 class Conformance:
@@ -109,6 +120,23 @@ class Conformance:
         running.cancel()
         await asyncio.wait([running])
         await stays(into)
+
+    async def test_cancelled_piece_ends_its_lane(self, node: NodeMaker, segment: SegmentMaker) -> None:
+        held, into = segment(256 * MiB, 1), segment(256 * MiB)
+        source = node("a", {0: held})
+        lane = await find(self.transport)().connect(source.source(), SUBJECT)
+        pieces = [Piece(0, at, 64 * MiB) for at in (0, 64 * MiB)]
+        first, second = (asyncio.create_task(lane.fetch(piece, into.memory, summed=False)) for piece in pieces)
+        for _ in range(1000):
+            await asyncio.sleep(0)
+            if lane.received:
+                break
+        first.cancel()
+        with pytest.raises(AwexdError, match="me/grpo"):
+            await second
+        assert first.cancelled()
+        await stays(into)
+        await lane.close()
 
     async def test_after_a_deadline_nothing_is_written(self, node: NodeMaker, segment: SegmentMaker) -> None:
         held, into = segment(256 * MiB, 1), segment(256 * MiB)
@@ -233,7 +261,7 @@ class Conformance:
         held, into = segment(MiB, 1), segment(MiB)
         source = node("a", {0: held}, offer=False)
         source.ask("offer", arrived={})
-        fetch = fetcher(self.transport, {0: into}, first_byte=1.6, stall=1.6)
+        fetch = fetcher(self.transport, {0: into}, first_byte=1.6, stall=1.6, retries=0)
         running = asyncio.create_task(fetch.run([source.source()], WITHIN))
         await asyncio.sleep(2.5)
         source.ask("extend", rank=0, start=0, end=MiB)
@@ -348,13 +376,40 @@ class Conformance:
                 await asyncio.sleep(0.002 * round)
                 running.cancel()
             await asyncio.wait([running])
-        for _ in range(500):
-            after = source.ask("status")
-            if (after["fds"], after["tasks"]) == (before["fds"], before["tasks"]):
-                break
-            await asyncio.sleep(0.02)
-        else:
-            pytest.fail(f"{before} before, {after} after")
+        await settles(source, before)
+
+    @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+    async def test_target_that_fails_in_the_middle_holds_nothing_of_the_source(
+        self, node: NodeMaker, segment: SegmentMaker, fetching: Callable[..., Fetching], fault: signal.Signals
+    ) -> None:
+        held, into, other = segment(256 * MiB, 1), segment(256 * MiB), segment(256 * MiB)
+        source = node("a", {0: held}, stall=0.3, idle=1.0)
+        before = source.ask("status")
+        target = fetching({0: into}, [(source.source(), None)], piece_bytes=MiB)
+        target.line()
+        target.send_signal(fault)
+        await fetcher(self.transport, {0: other}).run([source.source()], WITHIN)
+        await settles(source, before)
+        source.ask("withdraw", grace=30.0)
+        held.fill(0)
+
+    async def test_withdrawal_does_not_wait_for_a_target_that_is_stopped(
+        self, node: NodeMaker, segment: SegmentMaker, fetching: Callable[..., Fetching]
+    ) -> None:
+        held, into = segment(256 * MiB, 1), segment(256 * MiB)
+        before, source = held.copy(), node("a", {0: held}, stall=1000.0)
+        target = fetching({0: into}, [(source.source(), None)], piece_bytes=32 * MiB)
+        target.line()
+        target.send_signal(signal.SIGSTOP)
+        source.ask("withdraw")
+        held.fill(0)
+        target.send_signal(signal.SIGCONT)
+        result = target.result()
+        assert result["error"] == "version_unavailable", result
+        found = into.copy()
+        pieces = (slice(at, at + 32 * MiB) for at in range(0, held.nbytes, 32 * MiB))
+        whole = sum(32 * MiB for piece in pieces if np.array_equal(found[piece], before[piece]))
+        assert whole >= held.nbytes - result["left"]
 
     async def test_call_itself_is_checked(self, segment: SegmentMaker) -> None:
         into = segment(MiB)
@@ -362,6 +417,14 @@ class Conformance:
             fetcher(self.transport, {0: into}, {1: Ranges([(0, 1)])})
         with pytest.raises(InvalidArgument, match="more is wanted"):
             fetcher(self.transport, {0: into}, {0: Ranges([(0, MiB + 1)])})
+        with pytest.raises(InvalidArgument, match="bytes a piece"):
+            fetcher(self.transport, {0: into}, piece_bytes=0)
+        read = Memory(into.fd, MiB)
+        with pytest.raises(InvalidArgument, match="rank 0 is wanted"):
+            Fetcher(find(self.transport)(), SUBJECT, {0: Ranges([(0, 1)])}, {0: read})
+        read.close()
+        with pytest.raises(InvalidArgument, match="an object of"):
+            Memory(into.fd, 2 * MiB)
 
 
 def check_part(into: Segment, held: Bytes, right: Ranges) -> None:

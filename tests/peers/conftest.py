@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import uvloop
 
-from tests.peers.nodes import Node, Segment
+from tests.peers.nodes import Fetching, Node, Segment
 
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
@@ -43,6 +44,18 @@ def node(stack: ExitStack, request: pytest.FixtureRequest) -> Callable[..., Node
         stack.callback(made.close)
         if offer:
             made.ask("offer")
+        return made
+
+    return start
+
+
+@pytest.fixture
+def fetching(stack: ExitStack, request: pytest.FixtureRequest) -> Callable[..., Fetching]:
+    """Starts processes that fetch by the class's transport."""
+
+    def start(*arguments: Any, **options: Any) -> Fetching:
+        made = Fetching(request.cls.transport, *arguments, **options)
+        stack.callback(made.close)
         return made
 
     return start

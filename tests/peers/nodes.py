@@ -172,6 +172,70 @@ class Node:
         return json.loads(line)
 
 
+class Fetching:
+    """A process that fetches; ``close`` kills it."""
+
+    def __init__(
+        self,
+        transport: str,
+        into: dict[int, Segment],
+        sources: Sequence[tuple[Source, list[int] | None]],
+        *,
+        wrapper: Sequence[str] = (),
+        verify: bool = True,
+        within: float = 60.0,
+        **settings: Any,
+    ) -> None:
+        config = {
+            "transport": transport,
+            "subject": SUBJECT,
+            "memories": {rank: (one.fd, one.nbytes) for rank, one in into.items()},
+            "sources": [
+                {
+                    "node": one.node,
+                    "host": one.host,
+                    "port": one.port,
+                    "ticket": one.ticket.hex(),
+                    "key": one.key.hex(),
+                    "ranks": ranks,
+                }
+                for one, ranks in sources
+            ],
+            "settings": settings,
+            "verify": verify,
+            "within": within,
+        }
+        self._process = subprocess.Popen(
+            [*wrapper, sys.executable, "-m", "tests.peers.fetching", json.dumps(config)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            pass_fds=[one.fd for one in into.values()],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+
+    def line(self) -> dict[str, Any]:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        assert line, f"it ended with {self._process.wait()}"
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def result(self) -> dict[str, Any]:
+        while "begun" in (line := self.line()):
+            continue
+        return line
+
+    def send_signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def close(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+        self._process.kill()
+        self._process.wait()
+        if self._process.stdout:
+            self._process.stdout.close()
+
+
 def fetcher(
     transport: str,
     into: Mapping[int, Segment],

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from awexd.peers.arrivals import Arrivals
 from awexd.peers.cells import Cells
+from awexd_transports.base import Piece
 from awexd_transports.errors import IntegrityError
 from awexd_transports.layout import Manifest
 from awexd_transports.ranges import Ranges
@@ -144,6 +146,30 @@ class TestCorruption:
         ):
             await fetch.run([source.source()], WITHIN)
         assert fetch.left <= 3 * MiB
+
+
+async def test_what_was_not_compared_before_a_second_run_is_not_taken_for_what_will_come(
+    segment: Callable[..., Segment], held: Segment
+) -> None:
+    cells, into = Cells(tensors()), segment(held.nbytes)
+    with into.bytes() as found, held.bytes() as there:
+        found[:] = there
+    arrivals = Arrivals(0, Ranges([(0, held.nbytes)]), into.memory, cells, lambda *_: None)
+    table = Piece(0, cells.table[0], cells.table[1] - cells.table[0])
+    assert [first for _, first in arrivals.pieces()] == [True, False]
+    assert not await arrivals.take(Piece(0, 0, 4 * MiB), "a")
+    assert [first for _, first in arrivals.pieces()] == [True, False]
+    assert not await arrivals.take(table, "a")
+    assert arrivals.right == Ranges([cells.table])
+    into.memory.view[0] ^= 1
+    (wrong,) = await arrivals.take(Piece(0, 0, 4 * MiB), "a")
+    assert wrong.start == 0
+    assert arrivals.came_from(wrong) == ["a"]
+    assert not any(arrivals.right.within(wrong.start, wrong.end))
+    into.memory.view[0] ^= 1
+    assert not await arrivals.take(arrivals.again(wrong), "b")
+    assert not await arrivals.take(Piece(0, 4 * MiB, table.offset - 4 * MiB), "a")
+    assert arrivals.left == 0
 
 
 def test_tiles_are_every_byte_of_every_piece_once() -> None:

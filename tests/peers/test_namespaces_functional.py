@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from awexd_transports.base import Source
-from tests.peers.nodes import ROOT, SUBJECT, Node, Segment
+from tests.peers.nodes import Node, Segment
 
 MiB = 1 << 20
 NETWORK = "10.77.31"
@@ -96,79 +93,10 @@ class Hosts:
         assert done.returncode == 0, (command, done.stderr)
 
 
-class Fetching:
-    """A process that fetches in a namespace."""
-
-    def __init__(
-        self,
-        wrapper: Sequence[str],
-        into: dict[int, Segment],
-        sources: Sequence[tuple[Source, list[int] | None]],
-        *,
-        verify: bool = True,
-        within: float = 60.0,
-        **settings: Any,
-    ) -> None:
-        config = {
-            "transport": "tcp",
-            "subject": SUBJECT,
-            "memories": {rank: (one.fd, one.nbytes) for rank, one in into.items()},
-            "sources": [
-                {
-                    "node": one.node,
-                    "host": one.host,
-                    "port": one.port,
-                    "ticket": one.ticket.hex(),
-                    "key": one.key.hex(),
-                    "ranks": ranks,
-                }
-                for one, ranks in sources
-            ],
-            "settings": settings,
-            "verify": verify,
-            "within": within,
-        }
-        self._process = subprocess.Popen(
-            [*wrapper, sys.executable, "-m", "tests.peers.fetching", json.dumps(config)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            pass_fds=[one.fd for one in into.values()],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
-
-    def line(self) -> dict[str, Any]:
-        assert self._process.stdout
-        line = self._process.stdout.readline()
-        assert line, f"it ended with {self._process.wait()}"
-        found: dict[str, Any] = json.loads(line)
-        return found
-
-    def result(self) -> dict[str, Any]:
-        while "begun" in (line := self.line()):
-            continue
-        return line
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        if self._process.stdout:
-            self._process.stdout.close()
-
-
 @pytest.fixture
 def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
     with Hosts(request.param) as made:
         yield made
-
-
-@pytest.fixture
-def fetching(stack: Any) -> Callable[..., Fetching]:
-    def start(*arguments: Any, **settings: Any) -> Fetching:
-        made = Fetching(*arguments, **settings)
-        stack.callback(made.close)
-        return made
-
-    return start
 
 
 Made = Callable[..., Any]
@@ -194,9 +122,9 @@ class TestHosts:
         into = [{n: segment(held[n].nbytes) for n in range(count) if n != number} for number in range(count)]
         running = [
             fetching(
-                hosts.wrapper(number),
                 into[number],
                 [(one.source(), [n]) for n, one in enumerate(nodes) if n != number],
+                wrapper=hosts.wrapper(number),
                 streams=streams,
                 piece_bytes=3 * MiB,
             )
@@ -214,7 +142,9 @@ class TestHosts:
     ) -> None:
         held, into = segment(512 * MiB, 1), segment(512 * MiB)
         nodes = self._served(node, hosts, [0, 1], {0: held})
-        one = fetching(hosts.wrapper(2), {0: into}, [(n.source(), None) for n in nodes], stall=1.0, piece_bytes=2 * MiB)
+        one = fetching(
+            {0: into}, [(n.source(), None) for n in nodes], wrapper=hosts.wrapper(2), stall=1.0, piece_bytes=2 * MiB
+        )
         one.line()
         hosts.cut(0)
         result = one.result()
@@ -230,7 +160,7 @@ class TestHosts:
         (source,) = self._served(node, hosts, [0], {0: held})
         before = source.ask("status")
         limits = {"stall": 0.5, "first_byte": 0.5, "connect": 0.5, "handshake": 0.5, "retries": 1}
-        one = fetching(hosts.wrapper(1), {0: into}, [(source.source(), None)], piece_bytes=2 * MiB, **limits)
+        one = fetching({0: into}, [(source.source(), None)], wrapper=hosts.wrapper(1), piece_bytes=2 * MiB, **limits)
         one.line()
         hosts.cut(0)
         result = one.result()
@@ -238,7 +168,7 @@ class TestHosts:
         assert "me/grpo (3, 7) from n0" in result["message"]
         hosts.join(0)
         into.fill(1)
-        again = fetching(hosts.wrapper(1), {0: into}, [(source.source(), None)])
+        again = fetching({0: into}, [(source.source(), None)], wrapper=hosts.wrapper(1))
         assert again.result().get("delivered") == {"n0": held.nbytes}
         assert np.array_equal(into.copy(), held.copy())
         assert source.ask("status")["fds"] <= before["fds"] + 1  # the cut one, until its own watchdog
@@ -249,7 +179,7 @@ class TestHosts:
         nodes = self._served(node, hosts, [0, 1], {0: held})
         if not hosts.queue(0, "tbf rate 20mbit burst 100k latency 50ms"):
             pytest.skip("needs the kernel's tbf queueing discipline (sch_tbf)")
-        one = fetching(hosts.wrapper(2), {0: into}, [(n.source(), None) for n in nodes], piece_bytes=16 * MiB)
+        one = fetching({0: into}, [(n.source(), None) for n in nodes], wrapper=hosts.wrapper(2), piece_bytes=16 * MiB)
         result = one.result()
         assert "delivered" in result, result
         assert np.array_equal(into.copy(), held.copy())
@@ -262,8 +192,8 @@ class TestHosts:
         (source,) = self._served(node, hosts, [0], {0: held})
         if not hosts.queue(0, f"netem {fault}"):
             pytest.skip("needs the kernel's netem queueing discipline (sch_netem)")
-        limits = {"stall": 20.0, "first_byte": 20.0, "connect": 20.0, "handshake": 20.0}
-        one = fetching(hosts.wrapper(1), {0: into}, [(source.source(), None)], within=100.0, streams=2, **limits)
+        limits = {"stall": 20.0, "first_byte": 20.0, "connect": 20.0, "handshake": 20.0, "within": 100.0}
+        one = fetching({0: into}, [(source.source(), None)], wrapper=hosts.wrapper(1), streams=2, **limits)
         result = one.result()
         assert "delivered" in result, result
         assert np.array_equal(into.copy(), held.copy())
