@@ -29,6 +29,7 @@ class Engines:
                 "read.confirm": self._confirm,
                 "read.release": self._release,
                 "read.wait": self._wait,
+                "read.await": self._await,
                 "read.verified": self._verified,
             }
         )
@@ -79,11 +80,14 @@ class Engines:
         job, worker = self._store.worker_of(call.session)
         step, stage = call.arguments["step"], call.arguments["stage"]
         seconds = min(call.arguments["lease_ms"] / 1000, self._service.settings.lease_ttl)
-        resolved = self._store.resolve(call.session, step, seconds, stage, time.monotonic())
+        before = worker.waiting_until
+        try:
+            resolved = self._store.resolve(call.session, step, seconds, stage, time.monotonic())
+        finally:
+            worker.waiting_until = before if stage else 0.0
         if isinstance(resolved, Wait):
-            worker.waiting_until = worker.waiting_until if stage else self._until(call)
+            worker.waiting_until = before if stage else self._until(call)
             return resolved
-        worker.waiting_until = 0.0
         version, lease = resolved
         worker.failure = worker.failure if stage else None
         segments = [job.segments[segment_id] for segment_id in version.segments]
@@ -140,10 +144,18 @@ class Engines:
         return Reply({})
 
     def _wait(self, call: Call) -> Reply | Wait:
-        _, worker = self._store.worker_of(call.session)
         newest = self._store.newest_since(call.session, call.arguments["step"])
-        worker.waiting_until = self._until(call) if isinstance(newest, Wait) else 0.0
         return newest if isinstance(newest, Wait) else Reply({"epoch": newest[0], "step": newest[1]})
+
+    def _await(self, call: Call) -> Reply | Wait:
+        """For whoever drives an engine's workers: once an update of them need not wait for its version."""
+        name = access.qualify(call.arguments["job"], call.peer)
+        job = self._store.jobs.get(name)
+        access.check_read(name, job, call.peer)
+        if job is None:
+            return Wait(name, lambda: "a trainer or an engine of it to register")
+        engine, step = call.arguments["engine"], call.arguments["step"]
+        return self._store.await_version(call.session, job, engine, step, self._until(call)) or Reply({})
 
     @staticmethod
     def _until(call: Call) -> float:

@@ -58,8 +58,8 @@ class Lenders:
         return Reply({"segment": segment.id})
 
     def _choose(self, call: Call) -> Reply | Wait:
-        step, set_digest = call.arguments["step"], call.arguments["set"]
-        chosen = self._store.choose(call.session, step, set_digest, time.monotonic())
+        step, set_digest, why_not = (call.arguments[k] for k in ("step", "set", "why_not"))
+        chosen = self._store.choose(call.session, step, set_digest, time.monotonic(), why_not)
         return chosen if isinstance(chosen, Wait) else Reply({"borrowed": chosen.borrowed, "reason": chosen.reason})
 
     def _borrow(self, call: Call) -> Reply | Wait:

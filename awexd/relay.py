@@ -1,7 +1,8 @@
 """Descriptors of virtual GPU memory on their way from the process that owns it to one that opens it.
 
 Such a descriptor keeps the memory alive, so that none is kept: a reader's request is passed on to the owner, which
-answers descriptor by descriptor; what the reader has not taken a moment later is closed.
+answers descriptor by descriptor; what the reader has not taken a moment later, or when the memory is given up, is
+closed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import functools
 import os
 from collections import defaultdict
 
-from awexd.protocol import MAX_FDS
+from awexd.protocol import MAX_FDS, close_descriptors
 from awexd.service import Call, Reply, Service
 from awexd.store import Wait
 from awexd_transports.errors import InvalidArgument, ProtocolError
@@ -29,6 +30,7 @@ class Relay:
         self._asked: dict[str, set[int]] = defaultdict(set)
         self._given: dict[str, dict[int, int]] = defaultdict(dict)
         service.add({"segment.chunks": self._chunks, "write.asked": self._told, "write.give": self._give})
+        service.taken_back = self._forget
 
     def _chunks(self, call: Call) -> Reply | Wait:
         job, _ = self._store.worker_of(call.session)
@@ -52,6 +54,8 @@ class Relay:
         job, writer = self._store.writer_of(call.session)
         segment = job.lent(writer.rank)
         wanted = self._wanted[segment.id] if segment is not None else set()
+        if segment is not None:  # it is done with what it was asked for: what has not come is asked for again
+            wanted |= self._asked.pop(segment.id, set())
         if segment is None or not wanted:
             return Wait(job.name, lambda: "a reader to ask for this rank's GPU memory")
         first = last = min(wanted)
@@ -77,10 +81,14 @@ class Relay:
         return Reply({})
 
     def _drop(self, segment_id: str, number: int, fd: int) -> None:
-        """Closes what was not taken, and forgets memory that is given up."""
-        if self._given[segment_id].get(number) == fd:
-            del self._given[segment_id][number]
+        """Closes what was not taken."""
+        given = self._given.get(segment_id, {})
+        if given.get(number) == fd:
+            del given[number]
             os.close(fd)
-        if segment_id not in self._service.lent:
-            for kept in (self._given, self._asked, self._wanted):
-                kept.pop(segment_id, None)
+
+    def _forget(self, segment_id: str) -> None:
+        """Memory that is given up is not kept by what nobody has taken of it."""
+        close_descriptors(self._given.pop(segment_id, {}).values())
+        for kept in (self._asked, self._wanted):
+            kept.pop(segment_id, None)

@@ -164,7 +164,8 @@ class Report:
 
     def _engine(self, engine: Engine) -> dict[str, Any]:
         workers = [
-            _worker(worker) | {"staged": self._service.store.staged(worker)}
+            _worker(worker)
+            | {"waiting": engine.waits(worker, time.monotonic()), "staged": self._service.store.staged(worker)}
             for _, worker in sorted(engine.workers.items())
         ]
         return {"engine": engine.name, "world_size": engine.world_size, "workers": workers}
@@ -228,7 +229,6 @@ def _worker(worker: Worker) -> dict[str, Any]:
         "rank": worker.rank,
         "pid": worker.pid,
         "state": worker.state,
-        "waiting": worker.waiting_until > time.monotonic(),
         "version": list(worker.version) if worker.version else None,
         "result": worker.result._asdict() if worker.result else None,
         "failure": worker.failure._asdict() if worker.failure else None,

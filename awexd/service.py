@@ -86,6 +86,8 @@ class Service:
         """Called with the names of jobs that have changed; they must not take long."""
         self.lent: dict[str, int] = {}
         """What describes borrowed segments: a memfd each."""
+        self.taken_back: Callable[[str], None] | None = None
+        """Called with a borrowed segment's id once that is over."""
         self._settling = self._expiring = self._noted = False
         self._operations: dict[str, Operation] = {
             "segment.open": self._segment_open,
@@ -154,6 +156,8 @@ class Service:
             if segment.borrowed:
                 os.pwrite(self.lent[segment.id], bytes(WITHDRAWN_AT - WORDS_AT), WORDS_AT)  # whatever is lent there
                 os.close(self.lent.pop(segment.id))
+                if self.taken_back is not None:
+                    self.taken_back(segment.id)
             else:
                 self.background.thread(self.memory.unlink, segment.id)
         store.to_unlink.clear()

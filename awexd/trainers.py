@@ -52,6 +52,7 @@ class Trainers:
                 after=arguments["after"],
                 keep=arguments["keep"],
                 mode=arguments["mode"],
+                lends=arguments["lends"],
             )
         job.owner_uid = call.peer.uid
         if opened:

@@ -73,7 +73,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if devices() < 2:
         sys.exit("two NVIDIA GPUs are needed")
-    sets = {kind: Weights(kind, *((16, 4) if arguments.quick else ())) for kind in ("dense", "moe")}  # type: ignore[arg-type]
+    sets = {kind: Weights(kind, *((16, 4) if arguments.quick else ())) for kind in ("dense", "moe")}
     rounds, figures = arguments.rounds, list[Figure]()
     with contextlib.ExitStack() as stack:
         socket = stack.enter_context(daemon())

@@ -31,38 +31,43 @@ def choice_of(job: Job, step: int) -> Choice | None:
     return Choice(step, attempt.borrowed, "as its other ranks") if attempt is not None else None
 
 
-def choose(job: Job, step: int, mode: str, now: float) -> Choice:
-    """Decides for all ranks; the first one that asks. Each must have declared its memory."""
+def choose(job: Job, step: int, mode: str, now: float) -> Choice | Wait:
+    """Decides for all ranks; the first one that asks. Each must have declared its memory: those that will are awaited.
+
+    A rank does so in its first ``publish``, once all have registered: the first to come would find itself alone.
+    """
     if mode == "direct":
         return Choice(step, True, 'mode="direct"')
     why_not = _why_not(job, now)
+    undeclared = [rank for rank in range(job.world_size) if job.lent(rank) is None]
+    if why_not is None and undeclared:
+        return Wait(job.name, lambda: f"{describe_ranks(undeclared)} to declare GPU memory")
     return Choice(step, why_not is None, why_not or "every engine waits, on this node's GPUs")
 
 
 def _why_not(job: Job, now: float) -> str | None:
-    """Why this step goes through host memory."""
-    unready = [rank for rank in range(job.world_size) if job.lent(rank) is None]
-    if unready:
-        return f"{describe_ranks(unready)} cannot lend its GPU memory"
+    """Why this step goes through host memory, whatever ranks will still declare."""
+    unable = [rank for rank in range(job.world_size) if job.lent(rank) is None and not _will_lend(job, rank)]
+    if unable:
+        return f"{describe_ranks(unable)} cannot lend its GPU memory"
     workers = [(engine, worker) for engine in job.engines.values() for worker in engine.workers.values()]
     if not workers:
         return "no engine is registered"
-    needed = {uuid for rank in range(job.world_size) for uuid in _lent(job, rank).devices}
+    lent = filter(None, map(job.lent, range(job.world_size)))
+    needed = {uuid for segment in lent for uuid in segment.devices}
     for engine, worker in workers:
         if engine.absent:
             return f"{describe_ranks(engine.absent)} of engine {engine.name} not registered"
         if not needed <= worker.devices:
             return f"{_named(engine, worker)} cannot open memory of {sorted(needed - worker.devices)[0]}"
-        if worker.waiting_until <= now:
+        if not engine.waits(worker, now):
             return f"{_named(engine, worker)} does not wait for it"
     return None
 
 
-def _lent(job: Job, rank: int) -> Segment:
-    segment = job.lent(rank)
-    if segment is None:
-        raise VersionConflict(f"{job.name}: rank {rank} has not declared its memory", {"set_changed": True})
-    return segment
+def _will_lend(job: Job, rank: int) -> bool:
+    writer = job.writers.get(rank)
+    return writer is not None and writer.lends
 
 
 def lent_by(job: Job, writer: Writer, segment_id: str) -> Segment:
@@ -104,6 +109,25 @@ def unconfirmed(job: Job, key: VersionKey) -> Wait | None:
     if all(_has(worker, key) for worker in able):
         return None
     return Wait(job.name, lambda: _awaited(job, key))
+
+
+def lose(job: Job, version: Version, why: str) -> None:
+    """That version is about to be withdrawn: who waits for its engines is told, if they have not all got it."""
+    if not version.withdrawn and unconfirmed(job, version.key) is not None:
+        job.endings.lose(version.attempt, why)
+
+
+def check_not_lost(job: Job, key: VersionKey, attempt: int) -> None:
+    """
+    Raises:
+        VersionConflict: it was taken back before every engine had it.
+    """
+    why = job.endings.why_lost(attempt)
+    if why is not None:
+        raise VersionConflict(
+            f"{job.name}: step {key[1]} of epoch {key[0]} was taken back before every engine had it: {why}; "
+            "publish the next step"
+        )
 
 
 def _awaited(job: Job, key: VersionKey) -> str:

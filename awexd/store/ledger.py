@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from awexd.store.borrowing import lose
 from awexd.store.model import Job, Lease, Segment, SegmentState, Version, Worker, Writer
 from awexd.store.phases import Phases
 from awexd.store.slots import abort
@@ -167,6 +168,7 @@ class Ledger:
                 abort(job, step, why)
         gone = [version for version in job.versions.values() if segment.id in version.segments]
         for version in gone:
+            lose(job, version, why)
             version.withdrawn = True
         self._unlink(job, segment)
         self._withdrawn(job)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from awexd.store import borrowing, writing
 from awexd.store.ledger import Session
-from awexd.store.model import Choice, Job, Segment, Version, Wait
+from awexd.store.model import Choice, Job, Segment, Version, Wait, Writer
 from awexd.store.registering import check_current
 from awexd.store.sessions import Sessions
 from awexd.store.slots import abort
@@ -20,10 +20,13 @@ class Lending(Sessions):
         self._reclaim(job, writer.rank, f"rank {writer.rank} declared other memory")
         segment.digest, segment.session = writer.segment_digest, session.id
         job.segments[segment.id] = segment
+        writer.lends = writer.mode == "auto"
         self.touched.add(job.name)
 
-    def choose(self, session: Session, step: int, set_digest: str, now: float) -> Wait | Choice:
-        """How all ranks publish that step.
+    def choose(
+        self, session: Session, step: int, set_digest: str, now: float, why_not: str | None = None
+    ) -> Wait | Choice:
+        """How all ranks publish that step. ``why_not``: this one does not lend its memory for it.
 
         Raises:
             EpochChanged, VersionConflict: as ``begin``.
@@ -32,9 +35,23 @@ class Lending(Sessions):
         waiting = writing.check_step(job, writer, step, set_digest)
         if waiting is not None:
             return waiting
-        chosen = borrowing.choice_of(job, step) or borrowing.choose(job, step, writer.mode, now)
-        job.choice = chosen
+        decided = borrowing.choice_of(job, step)
+        if why_not is not None and (decided is None or job.lent(writer.rank) is None):
+            return self._refuse(job, writer, step, why_not)
+        chosen = decided or borrowing.choose(job, step, writer.mode, now)
+        if isinstance(chosen, Choice):
+            job.choice = chosen
         return chosen
+
+    def _refuse(self, job: Job, writer: Writer, step: int, why_not: str) -> Choice:
+        """Nobody lends for this step; and nobody waits any more for a rank that has nothing to declare."""
+        writer.lends = writer.lends and job.lent(writer.rank) is not None
+        attempt = job.attempts.get(step)
+        if attempt is not None and attempt.borrowed:
+            abort(job, step, why_not)
+        job.choice = Choice(step, False, why_not)
+        self._settle(job)
+        return job.choice
 
     def borrow(
         self, session: Session, step: int, set_digest: str, segment_id: str, checksums: bool
@@ -57,7 +74,7 @@ class Lending(Sessions):
         waiting = self._take_back(job, segment, step)
         if waiting is not None:
             return waiting
-        job.choice = borrowing.choice_of(job, step) or borrowing.choose(job, step, "direct", 0.0)
+        job.choice = borrowing.choice_of(job, step) or Choice(step, True, 'mode="direct"')
         begun = writing.begin_borrowed(job, writer, step, segment, self._next_attempt)
         begun.attempt.doubted.add(writer.rank)
         self._next_attempt = max(self._next_attempt, begun.attempt.number + 1)
@@ -80,6 +97,7 @@ class Lending(Sessions):
             self._undo(job, version)
         elif not good and current is not None and current.number == attempt:
             abort(job, step, f"rank {writer.rank}'s memory is not what it declared")
+            job.endings.undo(attempt)  # it declares it anew: what the other ranks lend is still good
         self._settle(job)
 
     def _undo(self, job: Job, version: Version) -> None:
@@ -97,24 +115,28 @@ class Lending(Sessions):
         """None once the borrowed version is over: every engine has it, or (``at_once``) it is simply withdrawn.
 
         Raises:
-            EpochChanged, VersionConflict: the attempt never became a version.
+            EpochChanged, VersionConflict: the attempt never became a version; or that was taken back by others.
         """
-        job, _ = self.writer_of(session)
+        job, writer = self.writer_of(session)
         key = (epoch, step)
         version = job.versions.get(key)
         if version is None or version.attempt != attempt:
             if job.endings.committed(attempt, key):
+                if not at_once:
+                    borrowing.check_not_lost(job, key, attempt)
                 return None
             if at_once and job.attempts.get(step) is not None and job.attempts[step].number == attempt:
                 abort(job, step, "it was withdrawn before every rank had sealed it")
                 self._settle(job)
                 return None
             return writing.committed(job, epoch, step, attempt)
+        if not at_once:
+            borrowing.check_not_lost(job, key, attempt)
         if not version.withdrawn:
             waiting = None if at_once else borrowing.unconfirmed(job, key)
             if waiting is not None:
                 return waiting
-            self._return(job, version)
+            self._return(job, version, f"rank {writer.rank} withdrew it")
         return borrowing.leases_left(job, [version]) if key in job.versions else None
 
     def revoke(self, session: Session) -> Wait | None:
@@ -133,12 +155,13 @@ class Lending(Sessions):
         versions = borrowing.live_of(job, segment)
         for version in versions:
             if not version.withdrawn:
-                self._return(job, version)
+                self._return(job, version, f"rank {segment.rank} went on to step {step}")
         left = [version for version in versions if version.key in job.versions]
         return borrowing.leases_left(job, left)
 
-    def _return(self, job: Job, version: Version) -> None:
+    def _return(self, job: Job, version: Version, why: str) -> None:
         """Its writers take it back: nobody reads it from here on, and those that have it keep it."""
+        borrowing.lose(job, version, why)
         version.withdrawn = True
         job.returned = version.key
         self._withdrawn(job)

@@ -112,6 +112,7 @@ class Writer:
 
     Attributes:
         mode: ``"auto"``, ``"direct"`` or ``"host"``; the same for all ranks.
+        lends: in ``"auto"``: it will declare its memory before its first step, for all that it knows.
         reserved: the set of manifests that its segment layout was made for.
         node: the NUMA node that its memory should be on, if it minds.
     """
@@ -121,6 +122,7 @@ class Writer:
     rank: int
     digest: str
     mode: str = "auto"
+    lends: bool = False
     reserved: str = ""
     segment_digest: str = ""
     nbytes: int = 0
@@ -237,7 +239,7 @@ class Worker:
     Attributes:
         aside: why its engine loads tensors itself: (reason, how many, the first) each.
         devices: UUIDs of the GPUs whose memory it can open; none where it takes no borrowed version.
-        waiting_until: it has asked for a version that is still to come, until then.
+        waiting_until: it has asked for a version to update to that is still to come, until then.
         failure: since it was last given a version.
         verified: what came of the last comparison of its version with a checkpoint, as ``read.verified`` told it.
     """
@@ -276,17 +278,27 @@ class Round:
 
 @dataclass(slots=True)
 class Engine:
-    """An inference instance: its workers by rank, and the rounds that not every worker has confirmed."""
+    """An inference instance: its workers by rank, and the rounds that not every worker has confirmed.
+
+    Attributes:
+        awaiting: sessions that drive its workers and wait for a version for them: their user, and until when.
+    """
 
     name: str
     world_size: int
     workers: dict[int, Worker] = field(default_factory=dict)
     rounds: dict[int, Round] = field(default_factory=dict)
     completed: VersionKey | None = None
+    awaiting: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     @property
     def absent(self) -> list[int]:
         return [rank for rank in range(self.world_size) if rank not in self.workers]
+
+    def waits(self, worker: Worker, now: float) -> bool:
+        """Whether the worker is in an update whose version is still to come: itself, or in whoever drives it."""
+        driven = any(uid == worker.uid and until > now for uid, until in self.awaiting.values())
+        return driven or worker.waiting_until > now
 
 
 class Endings:
@@ -296,6 +308,7 @@ class Endings:
         self._commits: OrderedDict[int, VersionKey] = OrderedDict()
         self._aborts: OrderedDict[int, str] = OrderedDict()
         self._discarded: OrderedDict[str, str] = OrderedDict()
+        self._lost: OrderedDict[int, str] = OrderedDict()
 
     def commit(self, attempt: int, key: VersionKey) -> None:
         _remember(self._commits, attempt, key)
@@ -305,9 +318,17 @@ class Endings:
         for slot in slots:
             _remember(self._discarded, slot, why, REMEMBERED_SLOTS)
 
+    def lose(self, attempt: int, why: str) -> None:
+        """It was committed and lent, and taken back before every engine had it."""
+        _remember(self._lost, attempt, why)
+
+    def why_lost(self, attempt: int) -> str | None:
+        return self._lost.get(attempt)
+
     def undo(self, attempt: int) -> None:
-        """It was committed and is not: whoever asks publishes it again."""
+        """It never was, for nobody's fault: whoever asks publishes the same bytes again."""
         self._commits.pop(attempt, None)
+        self._aborts.pop(attempt, None)
 
     def taken(self, slot: str) -> None:
         """It has a new life: what became of its bytes before is no answer any more."""

@@ -97,7 +97,7 @@ def choose(job: Job, worker: Worker, step: int | None, stage: bool) -> Wait | Ve
             return Wait(
                 job.name, lambda: f"a version after step {job.high} of epoch {job.epoch}; {job.describe_held()}"
             )
-        return held[0] if held else Wait(job.name, lambda: f"its first committed version ({_trainer(job)})")
+        return held[0] if held else Wait(job.name, lambda: _first(job))
     found = job.held_of(job.epoch, step) or job.held_of(worker.epoch, step)
     if found is not None and (worker.devices or not found.borrowed):
         return found
@@ -110,7 +110,22 @@ def choose(job: Job, worker: Worker, step: int | None, stage: bool) -> Wait | Ve
     _check_epoch(job, worker)
     if step <= job.high:
         raise VersionUnavailable(f"{job.name}: step {step} is not held any more; {job.describe_held()}", _held(job))
-    return Wait(job.name, lambda: f"step {step} of epoch {job.epoch} to be committed; {job.describe_held()}")
+    return _still_to_come(job, step)
+
+
+def awaited(job: Job, engine: Engine | None, step: int | None) -> Wait | None:
+    """None once the workers of that engine need not wait for what an update of them gets: a version, or an error."""
+    workers = list(engine.workers.values()) if engine is not None else []
+    if step is None:
+        held = [version for version in job.held() if not version.borrowed or all(one.devices for one in workers)]
+        had = job.returned if any(one.version == job.returned for one in workers) else None
+        if held and (had is None or held[0].key > had):
+            return None
+        return Wait(job.name, lambda: f"its next version ({_newest(job)})" if had else _first(job))
+    over = step <= job.high or any(one.epoch not in (0, job.epoch) for one in workers)
+    if over or job.held_of(job.epoch, step):
+        return None
+    return _still_to_come(job, step)
 
 
 def visible(job: Job, worker: Worker) -> list[Version]:
@@ -232,6 +247,14 @@ def _may_skip(engine: Engine, current: Round, rank: int, step: int | None) -> bo
 
 def _newest(job: Job) -> str:
     return job.describe_held() if job.held() else _trainer(job)
+
+
+def _first(job: Job) -> str:
+    return f"its first committed version ({_trainer(job)})"
+
+
+def _still_to_come(job: Job, step: int) -> Wait:
+    return Wait(job.name, lambda: f"step {step} of epoch {job.epoch} to be committed; {job.describe_held()}")
 
 
 def _trainer(job: Job) -> str:

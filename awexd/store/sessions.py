@@ -41,6 +41,8 @@ class Sessions(Ledger):
                     del job.engines[engine.name]
         self._end_leases(set(session.leases))
         for job in self.jobs.values():
+            for driven in job.engines.values():
+                driven.awaiting.pop(session_id, None)
             for segment in job.segments.values():
                 if session_id in segment.users:
                     segment.users.discard(session_id)

@@ -63,11 +63,12 @@ class Store(Lending):
         epoch: int | str,
         keep: int,
         mode: str = "auto",
+        lends: bool = False,
         after: int | None = None,
     ) -> bool:
         """Registers a training process; True if that opened an epoch. See :func:`registering.register`."""
         self._check_role(session, job, writer_rank=rank)
-        writer = Writer(session.id, session.pid, rank, digest, mode)
+        writer = Writer(session.id, session.pid, rank, digest, mode, lends)
         try:
             opened = registering.register(job, writer, world_size, epoch, keep, after)
         finally:
@@ -337,6 +338,16 @@ class Store(Lending):
     def newest_since(self, session: Session, step: int) -> Wait | VersionKey:
         job, worker = self.worker_of(session)
         return reading.newest_since(job, worker, step)
+
+    def await_version(self, session: Session, job: Job, engine: str, step: int | None, until: float) -> Wait | None:
+        """The session drives that engine's workers, which are idle while it waits here, and will update them."""
+        driven = job.engines.get(engine)
+        waiting = reading.awaited(job, driven, step)
+        if driven is not None and waiting is not None:
+            driven.awaiting[session.id] = session.uid, until
+        elif driven is not None:
+            driven.awaiting.pop(session.id, None)
+        return waiting
 
     def expire(self, now: float) -> None:
         """Ends leases that have run out; memory under them is not reused while its reader may still touch it."""

@@ -130,6 +130,9 @@ def committed(job: Job, epoch: int, step: int, attempt: int) -> Wait | None:
     Raises:
         EpochChanged, VersionConflict: it never will.
     """
+    version = job.versions.get((epoch, step))
+    if version is not None and version.attempt == attempt and version.doubted and not version.withdrawn:
+        return Wait(job.name, lambda: f"{describe_ranks(version.doubted)} to affirm {version}")
     if _is_committed(job, (epoch, step), attempt):
         return None
     current = job.attempts.get(step)

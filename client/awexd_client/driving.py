@@ -9,11 +9,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline
+from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline, connect_again
 from awexd_client.session import Connection
 from awexd_client.updates import UpdateResult
 from awexd_client.verify import Difference, Verified
-from awexd_transports.errors import AwexdError, DeadlineExceeded, InvalidArgument, VersionUnavailable, from_wire
+from awexd_transports.errors import AwexdError, DaemonUnavailable, DeadlineExceeded, InvalidArgument, from_wire
 
 VersionKey = tuple[int, int]
 
@@ -232,23 +232,22 @@ class Together:
         return None
 
     def _await_version(self, step: int | None, deadline: Deadline) -> None:
-        """Returns once that step, or a later one, is held; what it is then worth, the workers are told."""
-        with contextlib.closing(Connection(self._path)) as connection:
-            after: int | None = None
-            while True:
-                given = {"job": self._job, "after": after}
-                try:
-                    after = connection.call("events", given, timeout=deadline.left())[0]["last"]
-                except DeadlineExceeded as error:
-                    what = "its first committed version" if step is None else f"step {step} to be committed"
-                    raise DeadlineExceeded(f"{self._job}: waited {deadline.seconds:g} s for {what}") from error
-                try:
-                    held = connection.call("versions", {"job": self._job}, timeout=max(1.0, deadline.left()))[0]
-                except VersionUnavailable:  # there is no such job yet
-                    continue
-                states = ("held", "borrowed")  # or the workers say that they cannot have it
-                if any(row["state"] in states and row["step"] >= (step or 0) for row in held["versions"]):
-                    return
+        """Returns once an update need not wait for its version; what that is worth, the workers are told.
+
+        Meanwhile they count as waiting for it: nobody has them do anything else.
+        """
+        asked = {"job": self._job, "engine": self._engine, "step": step}
+        while True:
+            try:
+                with contextlib.closing(connect_again(self._path, deadline.left())) as connection:
+                    connection.call("read.await", asked, timeout=deadline.left())
+                return
+            except DeadlineExceeded as error:
+                what = "its first committed version" if step is None else f"step {step} to be committed"
+                raise DeadlineExceeded(f"{self._job}: waited {deadline.seconds:g} s for {what}") from error
+            except DaemonUnavailable:
+                if not deadline.left():
+                    raise
 
     def _told_after(self, failure: Exception | None, deadline: Deadline) -> list[dict[str, Any]]:
         """Where the daemon does not know the workers, the engine's own error says why they are not there."""

@@ -239,7 +239,7 @@ class Endpoint(ABC):
         self._forget_tables(None)
         self._maps.close()
         while True:
-            self._connection = _connect_again(self._path, deadline.left())
+            self._connection = connect_again(self._path, deadline.left())
             try:
                 self._register_again(deadline.left())
                 self._resume(deadline.left())
@@ -273,14 +273,18 @@ def _seconds(value: object) -> float:
     return float(value)
 
 
-def _connect_again(path: str, seconds: float) -> Connection:
-    """The kernel tells nobody when a socket begins to listen: this is the one place that has to try again and again."""
+def connect_again(path: str, seconds: float, wanted: Callable[[], bool] = lambda: True) -> Connection:
+    """The kernel tells nobody when a socket begins to listen: this is the one place that has to try again and again.
+
+    Args:
+        wanted: tells whether anybody still wants that.
+    """
     end = time.monotonic() + seconds
     while True:
         try:
             return Connection(path, timeout=max(_RETRY_SECONDS, end - time.monotonic()))
         except (DaemonUnavailable, DeadlineExceeded):
-            if time.monotonic() >= end:
+            if time.monotonic() >= end or not wanted():
                 raise
             time.sleep(_RETRY_SECONDS)
 

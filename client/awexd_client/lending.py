@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from awexd_client.endpoint import Deadline
 from awexd_client.holding import Holding
 from awexd_client.outgoing import SegmentLayout
 from awexd_client.publication import Publication
+from awexd_client.session import Connection, NoAnswer
 from awexd_transports.cuda import driver as cuda
 from awexd_transports.cuda.lent import Described, Description, NotLendable, Words, describe, size_of, write_description
 from awexd_transports.errors import AwexdError, DeadlineExceeded, EpochChanged, InvalidArgument, VersionConflict
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
     from awexd_client.writer import WeightWriter
 
 GIVE_SECONDS = 10.0
+CHOICE_SECONDS = 15.0
+"""How long the first rank of a step waits for others to declare their memory, each in its own first ``publish``."""
+MAX_WHY = 1000
 CLOSE_SECONDS = 5.0
 """How long the end of a writer waits for readers to close its memory, which it may free then."""
 _log = logging.getLogger(__name__)
@@ -63,7 +68,10 @@ class Lender:
         self._refused: tuple[Holding, NotLendable] | None = None
         self._open: Publication | None = None
         """The last version, while it may still be read."""
-        self._serving: threading.Thread | None = None
+        self._told = False
+        """That this rank cannot lend what it has registered, and the daemon knows."""
+        self._served: Connection | None = None
+        """That chunks are handed over on."""
 
     def publish(self, step: int, deadline: Deadline) -> tuple[Publication | None, str]:
         """The version, lent; or why this step goes through host memory.
@@ -82,10 +90,13 @@ class Lender:
         except NotLendable as error:
             if writer.mode == "direct":
                 raise
+            if not self._told and self._seen_to_lie_on_devices(writer._holding):
+                self._choose(step, writer._segment, deadline, f"rank {writer.rank}: {error}"[:MAX_WHY])
+                self._told = True
             return None, str(error)
         asked = {"step": step, "set": lent.layout.registered_set}
         if writer.mode == "auto":
-            choice = writer._ask("write.choose", deadline.left(), **asked)
+            choice = self._choose(step, lent.layout, deadline)
             if not choice["borrowed"]:
                 return None, choice["reason"]
         cuda.driver.synchronize(lent.devices)  # on every stream: what readers copy is what the caller sees
@@ -93,6 +104,30 @@ class Lender:
         if lent.sums is not None:
             lent.sums.store()
         return self._lend(step, lent, {**asked, "segment": lent.segment}, deadline), ""
+
+    def intends(self, holding: Holding) -> bool:
+        """For a registration: whether this rank will declare that memory, without a look at each allocation."""
+        refused = self._refused is not None and self._refused[0] is holding
+        self._told = refused
+        return not refused and self._seen_to_lie_on_devices(holding)
+
+    def _seen_to_lie_on_devices(self, holding: Holding) -> bool:
+        return all(cuda.driver.device_of(view) is not None for view in holding.views if view.numel)
+
+    def _choose(
+        self, step: int, layout: SegmentLayout, deadline: Deadline, why_not: str | None = None
+    ) -> dict[str, Any]:
+        """How all ranks publish that step. Ranks that will lend and are not so far yet are waited for, for a while."""
+        asked = {"step": step, "set": layout.registered_set}
+        seconds = deadline.left() if why_not else min(CHOICE_SECONDS, deadline.left() / 2)
+        try:
+            return self._writer._ask("write.choose", seconds, **asked, why_not=why_not)
+        except NoAnswer:
+            raise
+        except DeadlineExceeded as error:
+            if why_not or not deadline.left():
+                raise
+            return self._writer._ask("write.choose", deadline.left(), **asked, why_not=error.message[:MAX_WHY])
 
     def _lend(self, step: int, lent: Lent, asked: dict[str, Any], deadline: Deadline) -> Publication:
         """Looks at the tensors while the daemon tells readers, who begin once no memory is found to have moved.
@@ -125,25 +160,39 @@ class Lender:
             raise VersionConflict(f"{writer.job}: tensors were rebound while step {step} was lent", {"again": True})
         self._open = publication = Publication(writer, step, lent=True)
         publication.epoch, publication._attempt = answer["epoch"], attempt
-        publication._committed, publication.nbytes = answer["committed"], lent.nbytes
+        # Others may find yet that theirs has moved: then it never was.
+        publication._committed, publication.nbytes = answer["committed"] and writer.world_size == 1, lent.nbytes
         return publication
 
     def end(self, publication: Publication, timeout: float, *, at_once: bool) -> None:
         """Returns once no reader reads that version any more: every engine has it, or it was withdrawn ``at_once``."""
         writer, asked = self._writer, Deadline(timeout)
+
+        def ask() -> None:
+            writer._surviving(lambda deadline: self._end(publication, deadline, at_once=at_once), asked)
+
+        if at_once:
+            with _over_already():
+                ask()
+        else:
+            self._lending_again(publication, ask, asked)
+        if self._open is publication:
+            self._open = None
+
+    def await_commit(self, publication: Publication, timeout: float) -> None:
+        """Returns once every rank has lent that version."""
+        asked = Deadline(timeout)
+        self._lending_again(publication, lambda: self._writer._await_commit(publication, asked.left()), asked)
+
+    def _lending_again(self, publication: Publication, ask: Callable[[], None], deadline: Deadline) -> None:
+        """Asks, and lends again what was lost: with a daemon, or where another rank's memory had moved meanwhile."""
         while True:
             try:
-                writer._surviving(lambda deadline: self._end(publication, deadline, at_once=at_once), asked)
+                return ask()
             except VersionConflict as error:
                 if not error.details.get("retry"):
                     raise
-                if at_once:
-                    return
-                self._again(publication, asked)
-            else:
-                if self._open is publication:
-                    self._open = None
-                return
+            self._again(publication, deadline)
 
     def revoke(self, deadline: Deadline) -> None:
         """Takes the memory back; returns once no reader has it open, so that it can be freed."""
@@ -183,14 +232,13 @@ class Lender:
                 self._end(before, deadline, at_once=True)
 
     def _again(self, publication: Publication, deadline: Deadline) -> None:
-        """A daemon that went took the version along; its bytes are still there."""
+        """The version is gone; its bytes are still there."""
         writer = self._writer
         with writer._turn(deadline):
             again, why = self._publish_again(publication.step, deadline)
             if again is None:
                 raise VersionConflict(
-                    f"{writer.job}: step {publication.step} was lost with a daemon and cannot be lent again ({why}); "
-                    "publish it again"
+                    f"{writer.job}: step {publication.step} was lost and cannot be lent again ({why}); publish it again"
                 )
             publication.epoch, publication._attempt = again.epoch, again._attempt
             publication._committed = again._committed
@@ -282,12 +330,12 @@ class Lender:
 
     def _serve_chunks(self) -> None:
         """Hands chunks of virtual memory over, whenever a reader asks for some."""
-        if self._serving is None or not self._serving.is_alive():
-            self._serving = threading.Thread(target=self._hand_over, name="awexd-chunks", daemon=True)
-            self._serving.start()
-
-    def _hand_over(self) -> None:
         used = self._writer._connection
+        if self._served is not used:
+            self._served = used
+            threading.Thread(target=self._hand_over, args=(used,), name="awexd-chunks", daemon=True).start()
+
+    def _hand_over(self, used: Connection) -> None:
         while not used.over:
             try:
                 asked, _ = used.call("write.asked", {}, timeout=MAX_DEADLINE_MS / 1000, patient=True)
@@ -305,4 +353,16 @@ class Lender:
                 continue
             except AwexdError as error:
                 _log.debug("%s: GPU memory is handed over no more: %s", self._writer.job, error)
-                return
+                break
+        if self._served is used:
+            self._served = None
+
+
+@contextlib.contextmanager
+def _over_already() -> Iterator[None]:
+    """What was lost need not be withdrawn."""
+    try:
+        yield
+    except VersionConflict as error:
+        if not error.details.get("retry"):
+            raise

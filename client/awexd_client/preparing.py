@@ -10,14 +10,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from awexd.protocol import MAX_DEADLINE_MS, MAX_GPUS, MAX_KEEP
-from awexd_client.endpoint import Deadline
+from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline, connect_again
 from awexd_client.holding import Holding
 from awexd_client.mappings import Segment
 from awexd_client.phases import Phased
+from awexd_client.session import CONNECT_SECONDS, Connection
 from awexd_client.tables import Prepared, Sources, prepare
 from awexd_transports.cuda import driver as cuda
 from awexd_transports.errors import (
     AwexdError,
+    DaemonUnavailable,
     DeadlineExceeded,
     InvalidArgument,
     ManifestMismatch,
@@ -130,26 +132,48 @@ class Preparing(Phased):
         return cuda.driver.devices()[:MAX_GPUS] if self.mode != "host" and on_device else []
 
     def _watch_drops(self) -> None:
-        """Closes what was lent as soon as its owner wants it back, also while nothing is asked for here."""
+        """Closes what was lent as soon as its owner wants it back, also while nothing is asked for here.
+
+        And comes back to a daemon that was restarted: a trainer waits there for what this worker runs on.
+        """
         if self._watching is None or not self._watching.is_alive():
             self._watching = threading.Thread(target=self._close_dropped, name="awexd-drops", daemon=True)
             self._watching.start()
 
     def _close_dropped(self) -> None:
-        used = self._connection
-        while not self._closed and not used.over:
+        watched = True
+        while watched:
+            used = self._connection
             try:
                 used.call("segment.dropped", {}, timeout=MAX_DEADLINE_MS / 1000, patient=True)
             except DeadlineExceeded:
                 continue
-            except AwexdError:  # not registered any more, or the connection is over
-                break
-            with self._in_use:
-                self._unmap_dropped("segment.dropped")
-        with self._lock, self._in_use:  # whoever lent it cannot say any more that it goes
+            except AwexdError as error:  # the connection is over, or this worker's job is
+                self._close_lost(used)
+                back = isinstance(error, DaemonUnavailable) and self._come_back()
+                with self._in_use:
+                    watched = back or (self._connection is not used and not self._connection.over)
+                    self._watching = self._watching if watched else None
+            else:
+                with self._in_use:
+                    self._unmap_dropped("segment.dropped")
+
+    def _close_lost(self, used: Connection) -> None:
+        """Whoever lent it cannot say any more that it goes."""
+        with self._lock, self._in_use:
             if used is self._connection and not self._closed:
                 self._forget_tables(None)
                 self._maps.close()
+
+    def _come_back(self) -> bool:
+        """Registers again with a daemon that is there again, if no other call does."""
+        try:
+            connect_again(self._path, DEFAULT_TIMEOUT, lambda: not self._closed).goodbye()
+            self._surviving(lambda _: None, Deadline(CONNECT_SECONDS))
+        except AwexdError as error:  # the next call's business
+            _log.debug("%s: not registered again yet: %s", self.job, error)
+            return False
+        return not self._closed
 
     def _sources_of(self, set_digest: str, deadline: Deadline) -> Sources:
         if set_digest not in self._sources:

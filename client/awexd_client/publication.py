@@ -46,7 +46,8 @@ class Publication:
         Where the version is ``"direct"``, once every registered engine has copied it; that withdraws it.
 
         Raises:
-            VersionConflict: nothing was sealed: the ``with`` block of the long form has not ended, or has failed.
+            VersionConflict: nothing was sealed: the ``with`` block of the long form has not ended, or has failed. Or it
+                was ``"direct"``, and another rank took it back, or died, before every engine had it: publish the next.
             DeadlineExceeded: names the engines that have not; parameters must not change yet. See ``withdraw``.
         """
         if not self._captured and self._lent:
@@ -78,9 +79,11 @@ class Publication:
         """
         if not self._lent:
             self.captured()
-        if not self._committed:
+        if not self._committed and self._lent:
+            self._writer._lender.await_commit(self, timeout)
+        elif not self._committed:
             self._writer._await_commit(self, timeout)
-            self._committed = True
+        self._committed = True
 
     def __repr__(self) -> str:
         state = "committed" if self._committed else "captured" if self._captured else "open"

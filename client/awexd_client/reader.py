@@ -339,8 +339,10 @@ class WorkerWeightsReader(Preparing):
     def _apply_mapped(self, staged: Staged, deadline: Deadline) -> UpdateResult:
         self._check_usable()
         holding = self._holding
-        if staged.lease != self._leased or any(mapping.closed for mapping in staged.prepared.mappings):
-            raise VersionUnavailable(
+        closed = any(mapping.closed for mapping in staged.prepared.mappings)
+        if closed or staged.lease != self._leased:
+            gone = TakenBack if closed and staged.lent else VersionUnavailable  # its trainer may lend it again
+            raise gone(
                 f"{self.job}: what was staged was given up since, or went with its connection to the daemon; "
                 "update again"
             )

@@ -243,6 +243,7 @@ class WeightWriter(Offloading):
             after=self._after,
             keep=self.keep,
             mode=self.mode,
+            lends=self.mode == "auto" and self._lender.intends(self._holding),
             digest=manifest.digest,
         )
         # From here on a reconnection resumes this epoch, or the one that this rank waits for: never another.

@@ -94,7 +94,7 @@ class Raw:
         optional = (name for name, check in OPERATIONS[operation].items() if name != "digest" and check(None))
         arguments |= {name: None for name in optional if name not in arguments}
         if operation == "write.register":
-            arguments.setdefault("mode", "host")
+            arguments = {"mode": "host", "lends": False} | arguments
         message: Message = {"id": number, "op": operation, "args": arguments, "deadline_ms": deadline_ms}
         if body is None:
             self.send(encode(message))

@@ -235,7 +235,7 @@ def test_body_that_is_not_the_sealed_manifest_it_names_is_refused(serving: Daemo
         message = {
             "id": 1,
             "op": "write.register",
-            "args": arguments | {"after": None, "mode": "auto"},
+            "args": arguments | {"after": None, "mode": "auto", "lends": False},
             "deadline_ms": 1000,
         }
         raw.send(encode(message | ({"fds": len(fds)} if fds else {})), fds)

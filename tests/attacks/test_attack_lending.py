@@ -197,6 +197,31 @@ class TestChunks:
             with pytest.raises(AwexdError, match="rank 0 to hand over"):
                 engine.answer(self.ask(engine, segment, deadline_ms=200))
 
+    def test_chunk_that_was_asked_for_and_did_not_come_is_asked_for_again(self, daemon: Daemon) -> None:
+        with writer(daemon.socket) as trainer, gpu_reader(daemon.socket) as engine:
+            segment = lend(trainer)
+            borrow(trainer, 1, segment)
+            resolve(engine)
+            number = self.ask(engine, segment, 0, 2)
+            assert trainer.call("write.asked") == {"segment": segment, "first": 0, "count": 2}
+            self.give(trainer, segment, 0)
+            assert trainer.call("write.asked") == {"segment": segment, "first": 1, "count": 1}
+            self.give(trainer, segment, 1)
+            for fd in engine.answer(number)[1]:
+                os.close(fd)
+
+    def test_what_nobody_took_goes_at_once_with_the_memory(self, daemon: Daemon) -> None:
+        with writer(daemon.socket) as trainer, gpu_reader(daemon.socket) as engine:
+            segment = lend(trainer)
+            borrow(trainer, 1, segment)
+            resolve(engine)
+            self.ask(engine, segment)
+            trainer.call("write.asked")
+            self.give(trainer, segment, 0)
+            assert self.chunks(daemon) == 1
+            lend(trainer)
+            assert self.chunks(daemon) == 0
+
     def test_nothing_is_kept_of_what_nobody_took(self, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
         with writer(daemon.socket) as trainer:
             segment = lend(trainer)

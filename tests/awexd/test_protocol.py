@@ -76,7 +76,7 @@ def test_operations_are_these() -> None:
         "write.begin write.seal write.abort write.committed "
         "write.lend write.choose write.borrow write.affirm write.captured write.revoke write.asked write.give "
         "read.sources read.register read.siblings read.resolve read.confirm read.release read.wait read.engine "
-        "read.verified "
+        "read.verified read.await "
         "phase.enter phase.leave park.begin park.open park.seal park.drop park.pin park.unpin "
         "segment.open segment.closed segment.dropped segment.chunks goodbye "
         "job.close job.grant status versions sessions manifests events "

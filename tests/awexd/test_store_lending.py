@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from awexd.store import Segment, Wait
+from awexd.store.ledger import Session
 from awexd.store.model import Version
 from awexd_transports.errors import VersionConflict, VersionUnavailable
 from tests.awexd.store_clients import Engine, Trainer, World, check, engines, trainers
@@ -131,12 +132,14 @@ def test_update_is_no_success_before_every_rank_has_affirmed(world: World) -> No
     (engine,) = on_gpu(world)
     attempts = [lender.borrow(1, good=None) for lender in (first, second)]
     lease = engine.resolve()
+    assert isinstance(world.store.committed(first.trainer.session, 1, 1, attempts[0]), Wait)
     for lender, attempt, rest in zip((first, second), attempts, (r"ranks 0, 1", r"rank 1"), strict=True):
         outcome = world.store.confirm(engine.session, lease.id, world.now)
         assert isinstance(outcome, Wait)
         assert rest in outcome.reason
         lender.affirm(1, attempt, good=True)
     assert engine.confirm(lease) == (1, 1)
+    assert world.store.committed(first.trainer.session, 1, 1, attempts[0]) is None
 
 
 def test_what_is_not_affirmed_never_was_and_the_step_is_free(world: World) -> None:
@@ -154,6 +157,21 @@ def test_what_is_not_affirmed_never_was_and_the_step_is_free(world: World) -> No
         second.captured(1, before[1])
     assert caught.value.details["retry"]
     for lender in (first, second):
+        lender.borrow(1)
+    assert engine.update() == (1, 1)
+    check(world)
+
+
+def test_rank_that_finds_its_memory_moved_has_the_others_lend_theirs_again(world: World) -> None:
+    """Before the last rank has lent its own."""
+    first, second, third = lenders(world, 3)
+    (engine,) = on_gpu(world)
+    before = first.borrow(1)
+    second.borrow(1, good=False)
+    with pytest.raises(VersionConflict) as caught:
+        first.captured(1, before)
+    assert caught.value.details["retry"]
+    for lender in (second, third, first):
         lender.borrow(1)
     assert engine.update() == (1, 1)
     check(world)
@@ -217,6 +235,36 @@ def test_expired_reader_does_not_hold_the_trainer(world: World) -> None:
         engine.confirm(lease)
 
 
+@pytest.mark.parametrize("how", ["ends", "withdraws", "goes on"])
+def test_rank_that_waits_for_engines_is_told_that_another_took_the_version_back(world: World, how: str) -> None:
+    first, second = lenders(world, 2)
+    (engine, _) = [*on_gpu(world), *on_gpu(world, name="f")]
+    attempts = [lender.borrow(1) for lender in (first, second)]
+    engine.update()
+    assert isinstance(first.captured(1, attempts[0]), Wait)
+    if how == "ends":
+        second.trainer.end()
+    elif how == "withdraws":
+        assert second.captured(1, attempts[1], at_once=True) is None
+    else:
+        second.borrow(2)
+    with pytest.raises(VersionConflict, match="rank 1") as caught:
+        first.captured(1, attempts[0])
+    assert "before every engine had it" in str(caught.value)
+    assert "retry" not in caught.value.details
+    assert first.captured(1, attempts[0], at_once=True) is None
+    check(world)
+
+
+def test_rank_whose_sibling_ends_once_every_engine_had_it_is_told_so(world: World) -> None:
+    first, second = lenders(world, 2)
+    (engine,) = on_gpu(world)
+    attempts = [lender.borrow(1) for lender in (first, second)]
+    engine.update()
+    second.trainer.end()
+    assert first.captured(1, attempts[0]) is None
+
+
 def test_borrowed_memory_is_no_slot(world: World) -> None:
     (lender,) = lenders(world)
     lender.borrow(1)
@@ -261,7 +309,113 @@ class TestChoice:
         engine.end()
         assert self.choose(lender, 3) == (False, "rank 0 of engine e not registered")
         lender.trainer.world.store.revoke(lender.trainer.session)
+        world.job.writers[0].lends = False
         assert self.choose(lender, 4) == (False, "rank 0 cannot lend its GPU memory")
+
+    def test_ranks_that_mean_to_declare_their_memory_are_waited_for(self, world: World) -> None:
+        ranks = trainers(world, 2)
+        for trainer in ranks:
+            world.job.writers[trainer.rank].lends = True
+        on_gpu(world)
+        self.waits(world)
+        first = Lender(ranks[0])
+        waiting = world.store.choose(ranks[0].session, 1, ranks[0].set, world.now)
+        assert isinstance(waiting, Wait)
+        assert waiting.reason == "root/j: rank 1 to declare GPU memory"
+        Lender(ranks[1])
+        assert self.choose(first, 1)[0] is True
+
+    @pytest.mark.parametrize("why", ["engine", "rank", "refusal", "long form"])
+    def test_nobody_is_waited_for_where_it_goes_through_host_memory_anyway(self, world: World, why: str) -> None:
+        ranks = trainers(world, 2)
+        world.job.writers[1].lends = why != "rank"
+        on_gpu(world)
+        if why != "engine":
+            self.waits(world)
+        first = Lender(ranks[0])
+        if why == "refusal":
+            refused = world.store.choose(ranks[1].session, 1, ranks[1].set, world.now, "rank 1: of no handle")
+            assert refused == (1, False, "rank 1: of no handle")
+        elif why == "long form":
+            ranks[1].begin(1)
+        reasons = {
+            "engine": "rank 0 of engine e does not wait for it",
+            "rank": "rank 1 cannot lend its GPU memory",
+            "refusal": "rank 1: of no handle",
+            "long form": "as its other ranks",
+        }
+        assert self.choose(first, 1) == (False, reasons[why])
+        if why == "refusal":
+            assert self.choose(first, 2) == (False, "rank 1 cannot lend its GPU memory"), "not waited for again"
+
+    def test_rank_that_has_waited_long_enough_decides_for_all_unless_that_is_done(self, world: World) -> None:
+        ranks = trainers(world, 2)
+        world.job.writers[1].lends = True
+        on_gpu(world)
+        self.waits(world)
+        first = Lender(ranks[0])
+        late = "waited 15 s for rank 1"
+        assert world.store.choose(ranks[0].session, 1, ranks[0].set, world.now, late) == (1, False, late)
+        second = Lender(ranks[1])
+        assert self.choose(second, 1) == (False, late)
+        assert self.choose(second, 2)[0] is True
+        decided = world.store.choose(ranks[0].session, 2, ranks[0].set, world.now, late)
+        assert not isinstance(decided, Wait)
+        assert decided.borrowed
+        assert self.choose(first, 3)[0] is True
+
+    def test_rank_that_can_lend_no_more_discards_what_others_have_lent(self, world: World) -> None:
+        first, second = lenders(world, 2)
+        on_gpu(world)
+        self.waits(world)
+        assert self.choose(first, 1)[0] is True
+        attempt = first.borrow(1)
+        world.store.revoke(second.trainer.session)
+        world.store.choose(second.trainer.session, 1, second.trainer.set, world.now, "rank 1: moved")
+        with pytest.raises(VersionConflict, match="rank 1: moved"):
+            first.captured(1, attempt)
+        assert self.choose(first, 1) == (False, "rank 1: moved")
+        assert [trainer.publish(1) is not None for trainer in (second.trainer, first.trainer)] == [False, True]
+        check(world)
+
+    def test_engine_waits_where_whoever_drives_it_does(self, world: World) -> None:
+        (lender,), workers = lenders(world), on_gpu(world, 2)
+        driver, stranger = world.session(), world.session()
+        stranger.uid = 7
+
+        def awaits(session: Session, step: int | None, until: float = 10.0) -> Wait | None:
+            return world.store.await_version(session, world.job, "e", step, world.now + until)
+
+        assert isinstance(awaits(stranger, 1), Wait)
+        assert self.choose(lender, 1) == (False, "rank 0 of engine e does not wait for it"), "another user's word"
+        assert isinstance(awaits(driver, 2), Wait)
+        assert self.choose(lender, 2)[0] is True
+        attempt = lender.borrow(2)
+        assert awaits(driver, 2) is None
+        assert self.choose(lender, 3)[0] is False
+        for worker in workers:
+            worker.update(2)
+        assert lender.captured(2, attempt) is None
+        assert awaits(driver, 2) is None, "the workers say that it is over"
+        waiting = awaits(driver, None)
+        assert isinstance(waiting, Wait)
+        assert "its next version" in waiting.reason
+        assert self.choose(lender, 4)[0] is True
+        assert isinstance(awaits(driver, 9, 5.0), Wait)
+        world.now += 6
+        assert self.choose(lender, 5)[0] is False, "its wait has run out"
+        assert isinstance(awaits(driver, 9), Wait)
+        world.end(driver)
+        assert self.choose(lender, 6)[0] is False
+
+    def test_driver_is_told_of_a_new_epoch_by_its_workers(self, world: World) -> None:
+        (lender,), _ = lenders(world), on_gpu(world)
+        driver = world.session()
+        lender.trainer.publish(58)
+        assert isinstance(world.store.await_version(driver, world.job, "e", 59, 2000.0), Wait)
+        lender.trainer.end()
+        trainers(world, 1, epoch="new")
+        assert world.store.await_version(driver, world.job, "e", 59, 2000.0) is None
 
     def test_wait_that_is_over_does_not_count(self, world: World) -> None:
         (lender,), _ = lenders(world), on_gpu(world)

@@ -197,6 +197,8 @@ class StoreMachine(StoreModel):
         self._resolve(data.draw(st.sampled_from(self.engines)), step, stage)
 
     def _resolve(self, engine: Engine, step: int | None, stage: bool) -> None:
+        if not stage:
+            self.leases.pop(engine.session.id, None)  # whoever asks for another has given that one up
         outcome = self._try(lambda: engine.try_resolve(step, LEASE_SECONDS, stage=stage))
         if isinstance(outcome, Wait):
             self._check_wait(outcome)

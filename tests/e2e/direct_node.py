@@ -72,9 +72,11 @@ class Node:
         mode: str = "direct",
         verify: str = "checksum",
         refuse: tuple[str, ...] = (),
+        socket: str | None = None,
     ) -> Process:
         process = self.process(("GPU-0",), refuse)
-        source = TRAINER.format(rank=rank, size=size, rows=rows, mode=mode, verify=verify, socket=self.daemon.socket)
+        path = socket or self.daemon.socket
+        source = TRAINER.format(rank=rank, size=size, rows=rows, mode=mode, verify=verify, socket=path)
         if size == 1:
             process.do(source)
         else:
@@ -92,10 +94,11 @@ class Node:
         verify: str = "checksum",
         uuids: tuple[str, ...] = ("GPU-1", "GPU-0"),
         refuse: tuple[str, ...] = (),
+        socket: str | None = None,
     ) -> Process:
         process = self.process(uuids, refuse)
         given = {"engine": name, "rank": rank, "size": size, "rows": rows, "mode": mode, "verify": verify}
-        process.do(ENGINE.format(**given, socket=self.daemon.socket))
+        process.do(ENGINE.format(**given, socket=socket or self.daemon.socket))
         return process
 
     def job(self) -> dict[str, Any]:
@@ -114,3 +117,14 @@ class Node:
 UPDATE = "result = told(reader.update({}, timeout=20))"
 PUBLISH = "publication = publish({}); result = [publication.mode, publication.reason]"
 CAPTURED = "publication.captured(timeout=20)"
+CREW = """
+from awexd_client import WeightReader
+
+class Crew:
+    def stage(self, step, timeout): self.staged = reader.stage(step, timeout)
+    def apply(self, epoch, step, timeout): reader.apply(self.staged, timeout)
+    def abandon(self): pass
+    def verify(self, checkpoint_dir, token, timeout): pass
+
+instance = WeightReader("grpo", "e", Crew(), socket)
+"""

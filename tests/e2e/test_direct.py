@@ -9,7 +9,7 @@ import pytest
 
 from tests.attacks.raw import until
 from tests.daemons import Daemon
-from tests.e2e.direct_node import CAPTURED, ENGINE, PUBLISH, TRAINER, UPDATE, Fork, Node, expected
+from tests.e2e.direct_node import CAPTURED, CREW, ENGINE, PUBLISH, TRAINER, UPDATE, Fork, Node, expected
 from tests.e2e.workers.processes import RemoteError, together
 
 
@@ -426,19 +426,6 @@ def test_owner_of_virtual_memory_dies_before_it_hands_it_over(virtual: Node) -> 
         engine.finish()
     assert caught.value.kind == "DeadlineExceeded"
     assert engine.do("result = [reader.state, float(into['a'].sum())]") == ["empty", 0.0]
-
-
-CREW = """
-from awexd_client import WeightReader
-
-class Crew:
-    def stage(self, step, timeout): self.staged = reader.stage(step, timeout)
-    def apply(self, epoch, step, timeout): reader.apply(self.staged, timeout)
-    def abandon(self): pass
-    def verify(self, checkpoint_dir, token, timeout): pass
-
-instance = WeightReader("grpo", "e", Crew(), socket)
-"""
 
 
 def test_engine_that_is_driven_through_its_own_calls(node: Node) -> None:

@@ -14,7 +14,7 @@ import torch
 from awexd_transports.cells import grid
 from awexd_transports.copy import Row
 from awexd_transports.cuda.checks import DeviceChecks
-from awexd_transports.cuda.gather import Gather
+from awexd_transports.cuda.gather import COARSE, TILE, Gather
 from awexd_transports.cuda.sums import DeviceSums, Summed, cells_of, takes
 from awexd_transports.digest import MASK, SPAN, digest
 from awexd_transports.dtypes import dtype_name
@@ -53,7 +53,7 @@ def copies(count: int = 20) -> None:
                 to = target[tuple(slice(1, 1 + shape[axis]) for axis in order)]
                 groups[-1].append((View.of(to), View.of(of)))
                 made.append((len(groups) - 1, target, to, of))
-        table = Gather(groups, "cpu")
+        table = Gather(groups, "cpu", (TILE, COARSE)[drawn(0, 1)])
         for group in range(len(groups)):
             assert not any(int(target.count_nonzero()) for at, target, _, _ in made if at == group)
             table.launch(group)

@@ -36,6 +36,23 @@ def in_use(socket: str) -> InUse:
     }
 
 
+def await_waiting(socket: str, job: str, workers: int, seconds: float = SETTLE_SECONDS) -> bool:
+    """Returns when so many workers of that job wait for a version; whether they did in time."""
+    connection = Connection(socket)
+    end = time.monotonic() + seconds
+    try:
+        while True:
+            jobs = connection.call("status", {}, timeout=ASK_SECONDS)[0]["jobs"]
+            engines = [engine for found in jobs if found["job"].endswith(f"/{job}") for engine in found["engines"]]
+            if sum(worker["waiting"] for engine in engines for worker in engine["workers"]) >= workers:
+                return True
+            if time.monotonic() > end:
+                return False
+            select.select([], [], [], PAUSE_SECONDS)
+    finally:
+        connection.goodbye()
+
+
 def settled(socket: str, condition: Callable[[InUse], bool], seconds: float = SETTLE_SECONDS) -> InUse:
     """What is in use once ``condition`` of it holds, or when the time is over: nothing tells a bystander of it."""
     end = time.monotonic() + seconds

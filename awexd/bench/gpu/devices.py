@@ -224,7 +224,7 @@ class Played:
 def device_of(described: Sequence[str]) -> Device:
     """``["cuda"]``, ``["cuda", ordinal]``, or ``["played", driver, folder]``."""
     kind, *arguments = described
-    return Cuda() if kind == "cuda" else Played(*arguments)
+    return Cuda(*arguments) if kind == "cuda" else Played(*arguments)
 
 
 def devices() -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from awexd.bench.daemon import close_job
+from awexd.bench.gpu.daemon_state import await_waiting
 from awexd.bench.gpu.weights import Cut, Weights
 from awexd.bench.link import Answer, Side, SideFailed
 
@@ -75,6 +76,8 @@ class Job:
         """Readers wait, then the writers publish. Seconds: all of it, of publish, of the slowest reader's pause."""
         for reader in self.pair.readers:
             reader.ask("update", job=self.name, step=step)  # it is about to wait
+        if not await_waiting(self.pair.socket, self.name, len(self.pair.readers)):
+            raise SideFailed(f"an engine does not wait for step {step}")
         published = self._publish(step)
         updated = [reader.answer("update") for reader in self.pair.readers]
         self.captured()

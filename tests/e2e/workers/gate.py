@@ -54,6 +54,11 @@ class Gate:
             self._stops.append(stop)
         return stop
 
+    def cut(self) -> None:
+        """Breaks every connection; both sides live on, and the clients may come again."""
+        for sock in list(self._sockets):
+            _shut(sock)
+
     def __enter__(self) -> Gate:
         self._thread(self._accept)
         return self
@@ -64,8 +69,7 @@ class Gate:
                 stop.release(drop=True)
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        for sock in list(self._sockets):
-            _shut(sock)
+        self.cut()
         for thread in self._threads:
             thread.join(PATIENCE)
         for sock in self._sockets:

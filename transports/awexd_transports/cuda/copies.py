@@ -85,11 +85,12 @@ class DeviceCopies:
         checked: list[tuple[Row, Summed, int]] = []
         downs: dict[int, list[Down]] = defaultdict(list)
         ups: dict[int, dict[int, list[Up]]] = defaultdict(lambda: defaultdict(list))
-        for batch, ringed in _batched(rows):
+        pinned = _Pinned()
+        for batch, ringed in _batched(rows, pinned):
             number, down = len(self._batches), _comes_down(batch[0])
             pairs, summed = [], []
             for row in batch:
-                device = None if down else _gathers(row)
+                device = None if down else _gathers(row, pinned)
                 item = item_of(row, cast=ringed)
                 if device is not None and row.source.device is not None and (moved := moved_of(row)):
                     item = moved
@@ -202,7 +203,22 @@ def _group(groups: list[list[tuple[View, View]]], number: int) -> list[tuple[Vie
     return groups[number]
 
 
-def _batched(rows: Iterable[Row]) -> Iterator[tuple[list[Row], bool]]:
+class _Pinned:
+    """Whether host memory is registered with CUDA; asked once an owner, all of whose memory is, or none."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, bool] = {}
+
+    def __call__(self, view: View) -> bool:
+        if view.owner is None:
+            return view.tensor().is_pinned()
+        known = self._known.get(id(view.owner))
+        if known is None:
+            known = self._known[id(view.owner)] = view.tensor().is_pinned()
+        return known
+
+
+def _batched(rows: Iterable[Row], pinned: _Pinned) -> Iterator[tuple[list[Row], bool]]:
     """What is between devices, at once; what goes to them, in parts; what comes down, in parts; at last all that goes
     through rings, which is told."""
     across: list[Row] = []
@@ -211,7 +227,7 @@ def _batched(rows: Iterable[Row]) -> Iterator[tuple[list[Row], bool]]:
     ringed: list[Row] = []
     for row in rows:
         if _comes_down(row):
-            (ringed if _goes_by_ring(row) else down).append(row)
+            (ringed if _goes_by_ring(row, pinned) else down).append(row)
         else:
             (up if row.source.device is None else across).append(row)
     if across:
@@ -236,7 +252,7 @@ def _parts(rows: Sequence[Row]) -> Iterator[list[Row]]:
         yield batch
 
 
-def _gathers(row: Row) -> int | None:
+def _gathers(row: Row, pinned: _Pinned) -> int | None:
     """The device that gathers this row, which goes up or is between devices, itself, if one does."""
     destination, source = row.destination, row.source
     if destination.device is None or not gather.available() or not gather.castable(destination, source):
@@ -245,17 +261,17 @@ def _gathers(row: Row) -> int | None:
         return destination.device if reaches(destination.device, source.device) else None
     if destination.dtype == source.dtype and flat_run(destination, source) >= LONG:
         return None
-    return destination.device if source.tensor().is_pinned() else None
+    return destination.device if pinned(source) else None
 
 
-def _goes_by_ring(row: Row) -> bool:
+def _goes_by_ring(row: Row, pinned: _Pinned) -> bool:
     """Whether this row, which comes down, is gathered first."""
     destination, source = row.destination, row.source
     if not gather.available() or not gather.castable(destination, source) or not packed(destination):
         return False
     if destination.dtype == source.dtype and flat_run(destination, source) >= LONG:
         return False
-    return destination.tensor().is_pinned()
+    return pinned(destination)
 
 
 def _comes_down(row: Row) -> bool:

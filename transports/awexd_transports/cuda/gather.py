@@ -4,7 +4,7 @@ Its sources are the device's own memory, a peer device's, or host memory registe
 link at nearly the rate of DMA whatever the strides, where one copy a row or a tensor costs microseconds each. Host
 memory is never written so: stores over the link are ten times slower (measured on one H200: 4 GB/s).
 
-A copy is cut into tiles of at most TILE bytes, each one row of a table: 16 GB are 500,000 tiles, 12 MB.
+A copy is cut into tiles, each one row of a table: of TILE bytes 16 GB are 500,000, 12 MB.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from awexd_transports.view import View
 if TYPE_CHECKING:
     import torch
 
-TILE = 32 << 10
-"""Bytes of a program's share."""
+TILE, COARSE = 32 << 10, 256 << 10
+"""Bytes of a program's share; of what the link to the host limits: an eighth of the table."""
 BLOCK, WHOLE_BLOCK = 2048, 4096
 """Items that a program moves at once: of boxes; of runs, whose tiles are then one block (1 to 2 % faster)."""
 NARROW = 128
@@ -76,12 +76,12 @@ def castable(destination: View, source: View) -> bool:
     return whole and all(view.dtype in FLOATS for view in sides)
 
 
-def tiles_of(destination: View, source: View) -> Iterator[Tiles]:
-    """The tiles of one copy of equal shapes, of dtypes that are ``castable``."""
+def tiles_of(destination: View, source: View, size: int = TILE) -> Iterator[Tiles]:
+    """The tiles of at most so many bytes of one copy of equal shapes, of dtypes that are ``castable``."""
     if destination.dtype != source.dtype:
         sizes = destination.itemsize, source.itemsize
         loops = [(n, d // sizes[0], s // sizes[1]) for n, d, s in loops_of(destination, source, [])]
-        yield _tiles((source.dtype, destination.dtype), sizes, loops, destination.address, source.address)
+        yield _tiles((source.dtype, destination.dtype), sizes, loops, destination.address, source.address, size)
         return
     loops = loops_of(destination, source, [(destination.itemsize, 1, 1)])
     to, of, run = destination.address, source.address, loops[-1][0]
@@ -89,20 +89,20 @@ def tiles_of(destination: View, source: View) -> Iterator[Tiles]:
         item = math.gcd(8, to, of, run, *(abs(step) for loop in loops[:-1] for step in loop[1:]))
         outer = [(n, d // item, s // item) for n, d, s in loops[:-1]]
         inner = [(run // item, 1, 1)] if run > item else []
-        yield _tiles((str(item),) * 2, (item, item), [*outer, *inner], to, of)
+        yield _tiles((str(item),) * 2, (item, item), [*outer, *inner], to, of, size)
         return
     done, item = 0, math.gcd(8, to, of)
     while done < run:  # what is left after the widest items is moved by narrower ones
         part = (run - done) // item * item
         if part:
-            yield _tiles((str(item),) * 2, (item, item), [(part // item, 1, 1)], to + done, of + done)
+            yield _tiles((str(item),) * 2, (item, item), [(part // item, 1, 1)], to + done, of + done, size)
             done += part
         item //= 2
 
 
-def _tiles(kinds: tuple[str, str], sizes: tuple[int, int], loops: Loops, to: int, of: int) -> Tiles:
+def _tiles(kinds: tuple[str, str], sizes: tuple[int, int], loops: Loops, to: int, of: int, size: int) -> Tiles:
     """Loops in items."""
-    offsets, extents, steps = _cut(tuple(loops), TILE // max(sizes))
+    offsets, extents, steps = _cut(tuple(loops), size // max(sizes))
     return Tiles(*kinds, steps, offsets * sizes + (to, of), extents)
 
 
@@ -146,9 +146,10 @@ class Gather:
     Args:
         groups: destination, which is in that device's memory, and source.
         device: as torch names it.
+        tile: bytes of a program's share, at most.
     """
 
-    def __init__(self, groups: Iterable[Iterable[tuple[View, View]]], device: str) -> None:
+    def __init__(self, groups: Iterable[Iterable[tuple[View, View]]], device: str, tile: int = TILE) -> None:
         import torch
 
         shapes: dict[Steps, int] = {}
@@ -156,7 +157,7 @@ class Gather:
         count = 0
         for pairs in groups:
             count += 1
-            for part in (part for destination, source in pairs for part in tiles_of(destination, source)):
+            for part in (part for destination, source in pairs for part in tiles_of(destination, source, tile)):
                 flat = part.steps == FLAT
                 parts = found[part.of, part.to, flat]
                 parts += ([] for _ in range(count - len(parts)))

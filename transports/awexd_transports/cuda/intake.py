@@ -14,7 +14,7 @@ from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from awexd_transports.cuda.gather import Gather
+from awexd_transports.cuda.gather import COARSE, Gather
 from awexd_transports.cuda.ring import GRAIN, Half, Ring, Span, ring
 from awexd_transports.view import View
 
@@ -151,7 +151,7 @@ class Intake:
                 taken.append(chunk.pairs(View.of(half)))
                 self._sends.append(_sends(chunk, half))
             self._groups[group] = range(sum(map(len, self._groups.values())), len(taken))
-        self._gather = Gather(taken, f"cuda:{device}")
+        self._gather = Gather(taken, f"cuda:{device}", COARSE)
 
     def launch(self, group: int) -> Any:
         """Begins a group's copies through the ring. Returns the event of their end; None where there are none."""

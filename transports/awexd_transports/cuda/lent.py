@@ -198,6 +198,10 @@ class Words:
         """It is still lent."""
         return self.is_so(Words.OFFERED, step) and not self.is_so(Words.WITHDRAWN, step)
 
+    def close(self) -> None:
+        """Lets the memory go that they are in, whoever still has these; nothing is so any more."""
+        self._words = np.zeros(4, np.uint64)
+
 
 class Description:
     """A mapped description, of one's own memory or of another's; ``close`` ends the mapping."""
@@ -239,7 +243,7 @@ class Description:
 
     def close(self) -> None:
         self._bytes = None
-        del self.words
+        self.words.close()  # an error on its way may keep them
         self._map.close()
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from awexd_transports.cuda.gather import Gather
+from awexd_transports.cuda.gather import COARSE, Gather
 from awexd_transports.view import View
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class Drain:
         self._ring = ring(device)
         halves = [View.of(half.memory) for half in self._ring.halves]
         self._chunks = chunks(rows, halves)
-        self._gather = Gather((chunk.pairs for chunk in self._chunks), f"cuda:{device}")
+        self._gather = Gather((chunk.pairs for chunk in self._chunks), f"cuda:{device}", COARSE)
         self._sends = [
             [
                 (View.packed(address, (nbytes,), "uint8", None).tensor(), self._half(number).memory[at : at + nbytes])
