@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping
 
 from awexd.peers.cells import Cells, Checked
+from awexd.peers.threads import in_thread
 from awexd_transports.base import Memory, Piece
 from awexd_transports.errors import InvalidArgument
 from awexd_transports.ranges import Ranges
@@ -100,7 +101,7 @@ class Arrivals:
                 if self._here.covers(tile.start, tile.end) and not self.right.covers(tile.start, tile.end):
                     ready.append(tile)
         ready = list({tile.start: tile for tile in ready}.values())
-        wrong = await _in_thread(lambda: cells.wrong(self.memory, ready)) if ready else []
+        wrong = await in_thread(cells.wrong, self.memory, ready) if ready else []
         bad = {tile.start for tile in wrong}
         for tile in ready:
             if tile.start in bad:
@@ -117,16 +118,6 @@ class Arrivals:
         for low, high in new:
             self.left -= high - low
             self._arrived(self.rank, low, high)
-
-
-async def _in_thread(work: Callable[[], list[Checked]]) -> list[Checked]:
-    """A thread cannot be cancelled: whoever is meanwhile must still wait, for the memory that it reads."""
-    running = asyncio.ensure_future(asyncio.to_thread(work))
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        await asyncio.wait([running])
-        raise
 
 
 def wanted_of(wants: Mapping[int, Ranges], memories: Mapping[int, Memory]) -> None:

@@ -131,8 +131,11 @@ class _Run:
             async with asyncio.timeout(within), asyncio.TaskGroup() as group:
                 every = [source for source in sources for _ in range(self._settings.streams)]
                 streams = [group.create_task(self._stream(source)) for source in every]
-                if streams and not self._pieces.nobodys():
-                    await self._ended.wait()
+                try:
+                    if streams and not self._pieces.nobodys():
+                        await self._ended.wait()
+                finally:
+                    self._ended.set()
                 for stream in streams:
                     stream.cancel()
         except TimeoutError:
@@ -149,6 +152,8 @@ class _Run:
         node, failures = source.node, 0
         try:
             while failures <= self._settings.retries and self._strikes[node] < self._settings.strikes:
+                if self._ended.is_set():
+                    return
                 before = self._fetcher.delivered[node]
                 lane: Lane | None = None
                 try:
@@ -184,6 +189,9 @@ class _Run:
                 for _ in range(lane.depth):
                     group.create_task(self._pull(lane, source))
         except BaseExceptionGroup as failed:
+            task = asyncio.current_task()
+            if task and task.cancelling():  # a group that is ending for an error forgets that it was cancelled
+                raise asyncio.CancelledError from None
             raise _first(failed) from None
 
     async def _pull(self, lane: Lane, source: Source) -> None:

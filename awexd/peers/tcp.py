@@ -11,6 +11,7 @@ from awexd.peers.link import Link, connect
 from awexd.peers.server import TcpServer
 from awexd.peers.settings import PeerSettings
 from awexd.peers.sums import Sum
+from awexd.peers.threads import in_thread
 from awexd.peers.wire import FRAME_BYTES, SUM, Frame, Kind, decode, decode_error
 from awexd_transports.base import Admission, Capabilities, Memory, Piece, Source, Subject
 from awexd_transports.errors import (
@@ -84,7 +85,7 @@ class TcpLane:
         finally:
             if not mine.done():
                 mine.set_result(None)
-        if shown is not None and shown != await asyncio.to_thread(_sum, piece, memory):
+        if shown is not None and shown != await in_thread(_sum, piece, memory):
             why = IntegrityError("the bytes are not those that were sent")
             raise named(why, self._source, self._subject, f"fetch of {piece}")
 
