@@ -40,7 +40,8 @@ class Settings:
         log_level: as the logging module names it.
         metaserver: URL of the cluster's MetaServer; None: this node is by itself.
         node: this node's name in the cluster; None: the host's.
-        advertise: ``host:port`` where other nodes' daemons reach this one.
+        listen: ``host:port`` where this node serves other nodes' daemons; None: it serves none.
+        advertise: ``host:port`` where those reach it; None: where it listens.
         token_file: of the token that the MetaServer wants.
         tls_ca: certificates that the MetaServer's is to be signed by; tls_cert, tls_key: the daemon's own.
     """
@@ -57,6 +58,7 @@ class Settings:
     log_level: str = "INFO"
     metaserver: str | None = None
     node: str | None = None
+    listen: str | None = None
     advertise: str | None = None
     token_file: Path | None = None
     tls_ca: Path | None = None
@@ -216,6 +218,7 @@ _KINDS: dict[str, Kind] = {
     "log_level": _level,
     "metaserver": _matching(_URL, "http://HOST:PORT or https://HOST:PORT"),
     "node": _matching(_NODE, "letters, digits, '.', '_' and '-' (100 at most, no leading '.')"),
+    "listen": _matching(_ADDRESS, "HOST:PORT"),
     "advertise": _matching(_ADDRESS, "HOST:PORT"),
     "token_file": _path,
     "tls_ca": _path,

@@ -32,14 +32,27 @@ class Offered:
         self._changed = asyncio.Event()
         self._users: dict[asyncio.Task[None], Link] = {}
         self._busy: set[asyncio.Task[None]] = set()
-        self._idle = asyncio.Event()
+        self._idle, self._unused = asyncio.Event(), asyncio.Event()
         self._idle.set()
+        self._unused.set()
         self.withdrawn = False
 
     def extend(self, rank: int, start: int, end: int) -> None:
         self._arrived[rank].add(start, end)
         self._changed.set()
         self._changed = asyncio.Event()
+
+    def withdraw_unused(self) -> bool:
+        """Ends it at once if no connection is bound to it; whether that is so."""
+        if self._users:
+            return False
+        self.withdrawn = True
+        self._forget()
+        return True
+
+    async def unused(self) -> None:
+        """Returns once no connection is bound to it."""
+        await self._unused.wait()
 
     async def withdraw(self, grace: float = 0.0) -> None:
         self.withdrawn = True
@@ -59,10 +72,13 @@ class Offered:
         """For as long as the connection of the current task is bound to this version."""
         task = _current()
         self._users[task] = link
+        self._unused.clear()
         try:
             yield
         finally:
             del self._users[task]
+            if not self._users:
+                self._unused.set()
 
     @contextmanager
     def sending(self, rank: int) -> Iterator[Memory]:
