@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -10,8 +12,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import pytest
+
 from tests.daemons import Daemon
-from tests.e2e.workers.processes import Process, together
+from tests.e2e.workers.processes import Process, RemoteError, together
 from tests.metaserver.servers import MetaServer
 
 PATIENCE = 60.0
@@ -45,6 +49,7 @@ class Cluster:
     def __init__(self, folder: Path, *names: str, ttl: float = 15.0) -> None:
         self.folder = folder
         self.server = MetaServer(folder, "--node-ttl", f"{ttl:g}")
+        self.url: str | None = None
         self._names = names
         self._stack = ExitStack()
         self.daemons: dict[str, Daemon] = {}
@@ -55,7 +60,11 @@ class Cluster:
     def add(self, name: str, *more: str, wrapper: Sequence[str] = (), host: str = "127.0.0.1") -> Daemon:
         folder = self.folder / name
         folder.mkdir()
-        arguments = ("--metaserver", self.server.url, "--node", name, "--listen", f"{host}:0", *more)
+        with socket.socket() as free:  # the same one after a restart: two of one name at different places are two nodes
+            free.bind(("", 0))
+            port = free.getsockname()[1]
+        url = self.server.url if self.url is None else self.url
+        arguments = ("--metaserver", url, "--node", name, "--listen", f"{host}:{port}", *more)
         daemon = Daemon(folder, *arguments, wrapper=wrapper)
         self.daemons[name] = self._stack.enter_context(daemon)
         return daemon
@@ -129,6 +138,22 @@ class Side:
 
     def finish(self) -> list[Any]:
         return [process.finish() for process in self.processes]
+
+    def errors(self) -> list[tuple[str, str]]:
+        """What each of them raised: kind and message."""
+        found = []
+        for process in self.processes:
+            with pytest.raises(RemoteError) as raised:
+                process.finish()
+            found.append((raised.value.kind, raised.value.message))
+        return found
+
+    def fails(self, source: str, kind: str, text: str) -> None:
+        """All of them raise that."""
+        self.start(source)
+        for found, message in self.errors():
+            assert found == kind, (found, message)
+            assert re.search(text, message), message
 
 
 class Trainer(Side):
