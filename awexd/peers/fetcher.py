@@ -164,8 +164,8 @@ class _Run:
                     if not overtaken:
                         failures = 1 if self._fetcher.delivered[node] > before else failures + 1
                         self._failures[node] = error
-                    if isinstance(error, FINAL):
-                        return
+                    if isinstance(error, FINAL) or self._ended.is_set():
+                        return  # a group that ends for an error forgets that it was cancelled meanwhile
                 finally:
                     if lane is not None:
                         self._paces.pop(lane, None)
@@ -189,9 +189,6 @@ class _Run:
                 for _ in range(lane.depth):
                     group.create_task(self._pull(lane, source))
         except BaseExceptionGroup as failed:
-            task = asyncio.current_task()
-            if task and task.cancelling():  # a group that is ending for an error forgets that it was cancelled
-                raise asyncio.CancelledError from None
             raise _first(failed) from None
 
     async def _pull(self, lane: Lane, source: Source) -> None:

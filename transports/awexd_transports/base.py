@@ -11,7 +11,7 @@ import mmap
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from awexd_transports.errors import IntegrityError, InvalidArgument
 from awexd_transports.ranges import Ranges
@@ -213,8 +213,8 @@ class Lane(Protocol):
 class Transport(Protocol):
     """Moves pieces between nodes."""
 
-    name: str
-    capabilities: Capabilities
+    name: ClassVar[str]
+    capabilities: ClassVar[Capabilities]
 
     def serve(self, host: str, port: int, admission: Admission) -> Server:
         """Listens at once; ``run`` of what is returned serves.
