@@ -372,7 +372,8 @@ class Follow:
             return None
 
         def missing(key: VersionKey) -> bool:
-            return key not in job.versions and mirror.listed[key].attempt not in job.withdrawn
+            listing = mirror.listed[key]
+            return bool(listing.pieces) and key not in job.versions and listing.attempt not in job.withdrawn
 
         for step in mirror.asked:
             if (job.epoch, step) in mirror.listed and missing((job.epoch, step)):
@@ -387,5 +388,7 @@ def _listing(row: dict[str, Any], here: str) -> Listing:
         int(rank): (str(digest), int(nbytes), checksums is True) for rank, digest, nbytes, checksums in row["pieces"]
     }
     whole = set(range(int(row["world_size"])))
+    if pieces.keys() != whole:  # after its restart, the MetaServer has yet to be told
+        pieces = {}
     holders = tuple(node for node, ranks in row["holders"].items() if set(ranks) == whole and node != here)
     return Listing(int(row["attempt"]), pieces, holders)

@@ -43,6 +43,8 @@ def brought(job: Job, step: int) -> Wait | None:
         AwexdError: that has failed.
     """
     mirror, key = job.mirror, (job.epoch, step)
+    if mirror is not None and not mirror.informed:
+        return Wait(job.name, lambda: f"word of step {step}: {mirror.doing()}")
     if mirror is None or key not in mirror.listed or mirror.listed[key].attempt in job.withdrawn:
         return None
     if key in mirror.failed:
@@ -86,7 +88,8 @@ class Mirroring(Lending):
     ) -> bool:
         """What is so elsewhere; True if that is a new epoch here. Waiters look again if anything has changed."""
         mirror = self.follow(job)
-        before = job.epoch, job.world_size, job.keep, job.high, mirror.nodes, mirror.listed
+        before = job.epoch, job.world_size, job.keep, job.high, mirror.nodes, mirror.listed, mirror.informed
+        mirror.informed = True
         opened = epoch > job.epoch
         if opened:
             job.epoch, job.high, job.choice, job.returned = epoch, -1, None, None
@@ -95,7 +98,7 @@ class Mirroring(Lending):
             job.world_size, job.keep, job.high = world_size, keep, max(job.high, high)
         mirror.nodes, mirror.listed = tuple(sorted(nodes)), dict(listed)
         mirror.asked = {step: None for step in mirror.asked if self._may_come(job, step)}
-        if before != (job.epoch, job.world_size, job.keep, job.high, mirror.nodes, mirror.listed):
+        if before != (job.epoch, job.world_size, job.keep, job.high, mirror.nodes, mirror.listed, True):
             self._settle(job)
         return opened
 

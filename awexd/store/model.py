@@ -309,7 +309,8 @@ class Engine:
 class Listing(NamedTuple):
     """A committed version as the MetaServer lists it.
 
-    ``pieces``: by rank, the digest of its segment's manifest, its bytes, and whether its writer stored checksums.
+    ``pieces``: by rank, the digest of its segment's manifest, its bytes, and whether its writer stored checksums; empty
+    where the MetaServer does not know.
     ``holders``: other nodes that have all of it.
     """
 
@@ -328,6 +329,7 @@ class Mirror:
 
     Attributes:
         nodes: those that have writers now.
+        informed: the MetaServer has told of the job since this daemon began.
         listed: versions that are committed, as far as the MetaServer remembers them.
         fetching: the one that is being brought here.
         failed: why one could not be brought here, until that is tried again.
@@ -337,6 +339,7 @@ class Mirror:
     """
 
     nodes: tuple[str, ...] = ()
+    informed: bool = False
     listed: dict[VersionKey, Listing] = field(default_factory=dict)
     fetching: VersionKey | None = None
     failed: dict[VersionKey, AwexdError] = field(default_factory=dict)
