@@ -241,3 +241,27 @@ def _answered(process: Process) -> None:
     except RemoteError as error:
         if error.kind != "VersionUnavailable":
             raise
+
+
+def test_versions_are_never_mixed_though_nobody_stored_checksums(folder: Path, forks: Forks) -> None:
+    """The trainer goes on faster than a version is fetched; what engines get is one version in every byte."""
+    with Cluster(folder, "a", "b") as cluster:
+        trainer, engine = forks(1)[0], forks(1)[0]
+        given = {"elements": ELEMENTS, "engine": "e"}
+        trainer.do(OPEN_WRITER.format(socket=cluster["a"].socket, **given).replace("checksum", "off"))
+        engine.do(OPEN_READER.format(socket=cluster["b"].socket, **given).replace("checksum", "off"))
+        trainer.do("import time\n" + PUBLISH.format(step=1))
+        engine.do(UPDATE.format(step=1))
+        trainer.start(
+            "for step in range(2, 30):\n"
+            "    [t.fill_(step) for t in weights.values()]\n"
+            "    writer.publish(step).captured()\n"
+            "    time.sleep(0.1)"
+        )
+        steps = set()
+        while 29 not in steps:
+            step, seen = engine.do("done = reader.update(timeout=60)\nresult = [done.step, seen()]")
+            assert seen == [step]
+            steps.add(step)
+        trainer.finish()
+        assert len(steps) > 4
