@@ -50,6 +50,7 @@ def user_name(uid: int) -> str:
     return name if _PART.fullmatch(name) and not name.startswith("uid-") else f"uid-{uid}"
 
 
+@functools.lru_cache(maxsize=4096)
 def owner_uid(name: str) -> int | None:
     """The user whose jobs stand under the owner's name of ``owner/name`` on this node; None: nobody."""
     owner = name.split("/")[0]

@@ -55,6 +55,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add("--node", help="this node's name in the cluster (default: the host's)")
     add("--listen", metavar="HOST:PORT", help="where to serve other nodes' daemons (default: not at all)")
     add("--advertise", metavar="HOST:PORT", help="where those reach this one (default: as --listen)")
+    add("--fetch-grace", help="seconds that a node in the middle of a fetch may keep a retired version (default 10)")
     add("--token-file", metavar="FILE", help="with the token for the MetaServer")
     add("--tls-ca", metavar="FILE", help="certificates that the MetaServer's is to be signed by")
     add("--tls-cert", metavar="FILE", help="this daemon's own certificate chain")

@@ -42,6 +42,7 @@ class Settings:
         node: this node's name in the cluster; None: the host's.
         listen: ``host:port`` where this node serves other nodes' daemons; None: it serves none.
         advertise: ``host:port`` where those reach it; None: where it listens.
+        fetch_grace: seconds that other nodes in the middle of fetching a version keep its memory once it has retired.
         token_file: of the token that the MetaServer wants.
         tls_ca: certificates that the MetaServer's is to be signed by; tls_cert, tls_key: the daemon's own.
     """
@@ -60,6 +61,7 @@ class Settings:
     node: str | None = None
     listen: str | None = None
     advertise: str | None = None
+    fetch_grace: float = 10.0
     token_file: Path | None = None
     tls_ca: Path | None = None
     tls_cert: Path | None = None
@@ -220,6 +222,7 @@ _KINDS: dict[str, Kind] = {
     "node": _matching(_NODE, "letters, digits, '.', '_' and '-' (100 at most, no leading '.')"),
     "listen": _matching(_ADDRESS, "HOST:PORT"),
     "advertise": _matching(_ADDRESS, "HOST:PORT"),
+    "fetch_grace": _seconds,
     "token_file": _path,
     "tls_ca": _path,
     "tls_cert": _path,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from awexd.adoption import header_of
 from awexd.announcing import Announcer
@@ -45,6 +46,13 @@ PEERS = PeerSettings(retries=0)
 _log = logging.getLogger(__name__)
 
 
+class Known(NamedTuple):
+    """What a manifest says: how long its segments are, and, where they are compared, what is in them."""
+
+    nbytes: int
+    cells: Cells | None
+
+
 @dataclass(frozen=True, slots=True)
 class Means:
     """What bringing a version here takes."""
@@ -55,7 +63,7 @@ class Means:
     transport: Transport
     mapped: Mapped
     serving: Serving | None
-    cells: dict[str, Cells]
+    known: dict[str, Known]
     """By manifest; kept for the next version."""
 
 
@@ -109,7 +117,13 @@ class Bringing:
             BudgetExceeded: there is no room for it.
             AwexdError: it cannot be brought here.
         """
-        await self._get_manifests()
+        with contextlib.ExitStack() as manifests:
+            for digest, _, _ in self._listed.pieces.values():  # nothing may name them before all is here
+                manifests.enter_context(self._means.service.shelf.arriving(digest))
+            await self._get_manifests()
+            await self._bring()
+
+    async def _bring(self) -> None:
         memories: dict[int, Memory] = {}
         try:
             self.phase = "shared memory on this node"
@@ -126,6 +140,8 @@ class Bringing:
 
     async def _get_manifests(self) -> None:
         shelf = self._means.service.shelf
+        for unused in [digest for digest in self._means.known if shelf.body(digest) is None]:
+            del self._means.known[unused]
         for rank, (digest, nbytes, checksums) in sorted(self._listed.pieces.items()):
             body = shelf.body(digest)
             if body is None:
@@ -133,14 +149,12 @@ class Bringing:
                 body = await self._means.client.call("GET", f"/v1/manifests/{digest}")
                 if not isinstance(body, bytes):
                     raise ProtocolError(f"the MetaServer gives no manifest {digest[:12]}")
-                with shelf.arriving(digest):
-                    await shelf.add(digest, body)
-            if digest not in self._means.cells:
-                manifest = await in_thread(Manifest.decode, body)
-                if segment_nbytes(manifest) != nbytes:
-                    raise IntegrityError(f"{self._job.name}: rank {rank} has {nbytes} bytes, not those of its manifest")
-                if checksums:
-                    self._means.cells[digest] = await in_thread(Cells, manifest)
+                await shelf.add(digest, body)
+            known = self._means.known.get(digest)
+            if known is None or (checksums and known.cells is None):
+                known = self._means.known[digest] = await in_thread(_known, body, checksums)
+            if known.nbytes != nbytes:
+                raise IntegrityError(f"{self._job.name}: rank {rank} has {nbytes} bytes, not those of its manifest")
 
     async def _slot(self, rank: int) -> Segment:
         """A slot that this version alone uses until it is given back."""
@@ -211,7 +225,11 @@ class Bringing:
             self._subject,
             {rank: Ranges([(0, nbytes)]) for rank, (_, nbytes, _) in pieces.items()},
             memories,
-            cells={rank: self._means.cells[digest] for rank, (digest, _, summed) in pieces.items() if summed},
+            cells={
+                rank: cells
+                for rank, (digest, _, summed) in pieces.items()
+                if summed and (cells := self._means.known[digest].cells) is not None
+            },
             arrived=offer.extend if offer is not None else _ignore,
             settings=PEERS,
         )
@@ -296,6 +314,11 @@ class Bringing:
         text = f"{version} fetched: {listed.nbytes} bytes in {seconds:.3f} s ({sources})"
         self._means.service.note("fetched", job.name, text, logging.DEBUG)
         return version
+
+
+def _known(body: bytes, checksums: bool) -> Known:
+    manifest = Manifest.decode(body)
+    return Known(segment_nbytes(manifest), Cells(manifest) if checksums else None)
 
 
 def _named(key: VersionKey) -> str:

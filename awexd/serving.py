@@ -17,13 +17,8 @@ from awexd.store.model import Job
 from awexd_transports.base import Memory, Subject
 from awexd_transports.errors import AwexdError
 
-RETIRED_SECONDS = 10.0
-"""How long a fetch that is under way keeps the memory of a version that has retired; then it is cut off.
-
-As a reader's lease does, this makes a writer wait only where it has no other slot.
-"""
 WITHDRAWN_SECONDS = 1.0
-"""The same for the pieces under way of one that was rolled back or dropped, which nobody may finish."""
+"""For the pieces under way of a version that was rolled back or dropped, which nobody may finish."""
 
 _log = logging.getLogger(__name__)
 
@@ -124,7 +119,8 @@ class Serving:
         try:
             if one.version.retired and not one.version.withdrawn:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(RETIRED_SECONDS):
+                    # As for a reader's lease, a writer waits for this only where it has no other slot.
+                    async with asyncio.timeout(self._service.settings.fetch_grace):
                         await one.offer.unused()
                 await one.offer.withdraw()
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -100,7 +101,12 @@ def until(daemon: Daemon, true: Callable[[dict[str, Any]], object], patience: fl
         if true(status):
             return status
         assert time.monotonic() < end, status
-        time.sleep(0.02)  # not all that is waited for makes an event
+        lasting(0.02)  # not all that is waited for makes an event
+
+
+def lasting(seconds: float) -> None:
+    """How long a fault goes on."""
+    select.select([], [], [], seconds)
 
 
 def job_of(status: dict[str, Any], name: str) -> dict[str, Any]:

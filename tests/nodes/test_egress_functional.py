@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.workers.processes import Process
 from tests.nodes.clusters import Cluster
-from tests.nodes.test_faults_functional import PUBLISH, UPDATE, reader_on, writer_on
+from tests.nodes.large import PUBLISH, UPDATE, reader_on, writer_on
 
 Forks = Callable[[int], list[Process]]
 ELEMENTS = 8 << 20

@@ -13,49 +13,10 @@ import pytest
 
 from tests.daemons import Daemon
 from tests.e2e.workers.processes import Process, RemoteError
-from tests.nodes.clusters import Cluster, fds, job_of, texts, until
+from tests.nodes.clusters import Cluster, fds, job_of, lasting, texts, until
+from tests.nodes.large import ELEMENTS, OPEN_READER, OPEN_WRITER, PUBLISH, UPDATE, on_its_way, reader_on, writer_on
 
 Forks = Callable[[int], list[Process]]
-ELEMENTS = 32 << 20
-"""Of each tensor: a version takes long enough to be caught on its way."""
-
-OPEN_WRITER = """
-weights = {{"a": torch.zeros({elements}), "b": torch.zeros(1001)}}
-writer = WeightWriter("j", 0, 1, {socket!r}, verify="checksum", mode="host", epoch="continue")
-writer.register(weights)
-"""
-OPEN_READER = """
-weights = {{"a": torch.full(({elements},), -1.0), "b": torch.full((1001,), -1.0)}}
-reader = WorkerWeightsReader("j", {engine!r}, 0, 1, {socket!r}, verify="checksum")
-reader.register(weights)
-def seen():
-    return sorted({{float(t.min()) for t in weights.values()}} | {{float(t.max()) for t in weights.values()}})
-"""
-PUBLISH = "[t.fill_({step}) for t in weights.values()]\nwriter.publish({step}).committed(timeout=60)"
-UPDATE = "done = reader.update({step}, timeout=60)\nresult = [done.step, seen()]"
-
-
-def writer_on(daemon: Daemon, process: Process, elements: int = ELEMENTS) -> Process:
-    process.do(OPEN_WRITER.format(socket=daemon.socket, elements=elements))
-    return process
-
-
-def reader_on(daemon: Daemon, process: Process, engine: str = "e", elements: int = ELEMENTS) -> Process:
-    process.do(OPEN_READER.format(socket=daemon.socket, engine=engine, elements=elements))
-    return process
-
-
-def on_its_way(daemon: Daemon, step: int) -> bool:
-    """Waits until that step is being fetched there, or is there; whether the former."""
-
-    def there(status: dict[str, object]) -> bool:
-        job = job_of(status, "j")
-        fetching = (job.get("elsewhere") or {}).get("fetching")
-        coming = fetching is not None and fetching["version"][1] == step and fetching["here_bytes"] > 0
-        return coming or [1, step] in job.get("held", [])
-
-    job = job_of(until(daemon, there), "j")
-    return [1, step] not in job["held"]
 
 
 @pytest.mark.timeout(600)
@@ -78,7 +39,7 @@ def test_every_process_killed_and_frozen_in_turn(folder: Path, forks: Forks) -> 
             moment = choose.random()
             if victim != "trainer" and moment < 0.7:
                 caught += on_its_way(cluster["b"], step)
-            time.sleep(choose.random() * 0.1)
+            lasting(choose.random() * 0.1)
             pid = {
                 "source": cluster["a"].pid,
                 "target": cluster["b"].pid,
@@ -88,7 +49,7 @@ def test_every_process_killed_and_frozen_in_turn(folder: Path, forks: Forks) -> 
             }[victim]
             os.kill(pid, signal.SIGSTOP if freeze else signal.SIGKILL)
             if freeze:
-                time.sleep(choose.choice([0.5, 1.0, 7.0]))
+                lasting(choose.choice([0.5, 1.0, 7.0]))
                 os.kill(pid, signal.SIGCONT)
             elif victim == "source":
                 cluster["a"].kill()
@@ -265,3 +226,15 @@ def test_versions_are_never_mixed_though_nobody_stored_checksums(folder: Path, f
             steps.add(step)
         trainer.finish()
         assert len(steps) > 4
+
+
+def test_node_that_is_too_slow_for_its_grace_is_cut_off_and_gets_the_newest(folder: Path, forks: Forks) -> None:
+    with Cluster(folder, "b") as cluster:
+        cluster.add("a", "--fetch-grace", "0.01")
+        trainer, engine = writer_on(cluster["a"], forks(1)[0]), reader_on(cluster["b"], forks(1)[0])
+        trainer.do(PUBLISH.format(step=1))
+        assert engine.do(UPDATE.format(step=1)) == [1, [1]]
+        for step in range(2, 12):
+            trainer.do(PUBLISH.format(step=step))
+        assert engine.do(UPDATE.format(step=11)) == [11, [11]]
+        assert any("withdrawn" in text or "not served here" in text for text in texts(cluster["b"], "failed"))

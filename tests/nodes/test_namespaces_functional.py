@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.workers.processes import Process
-from tests.nodes.clusters import Cluster, Engine, Trainer, job_of, texts, until
-from tests.nodes.test_faults_functional import PUBLISH, UPDATE, on_its_way, reader_on, writer_on
+from tests.nodes.clusters import Cluster, Engine, Trainer, job_of, lasting, texts, until
+from tests.nodes.large import PUBLISH, UPDATE, on_its_way, reader_on, writer_on
 from tests.peers.hosts import Hosts, may
 
 Forks = Callable[[int], list[Process]]
@@ -70,7 +70,7 @@ def test_link_that_is_cut_in_mid_transfer_costs_time_and_nothing_else(
         on_its_way(cluster["n1"], step)
         hosts.cut(step % 2)  # the trainer's, or the engine's
         trainer.finish()  # it waits for nobody
-        time.sleep(1 if step < 4 else 7)
+        lasting(1 if step < 4 else 7)
         hosts.join(step % 2)
         assert engine.finish() == [step, [step]]
 
