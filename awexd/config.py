@@ -18,6 +18,7 @@ Kind = Callable[[Any], Any]
 """Makes a setting's value; ValueError says what is wanted."""
 METASERVER_SETTINGS = frozenset({"host", "port", "tls_client_ca", "node_ttl", "max_connections"})
 """Of ``awexd metaserver`` alone: a shell may have both commands' variables."""
+MAX_PORT = 65_535
 _NODE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 _ADDRESS = re.compile(r"(?:[A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}")
 _URL = re.compile(r"https?://(?:[A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?")
@@ -207,6 +208,13 @@ def _matching(pattern: re.Pattern[str], wanted: str) -> Kind:
     return check
 
 
+def _address(value: Any) -> str:
+    address: str = _matching(_ADDRESS, "HOST:PORT")(value)
+    if int(address.rpartition(":")[2]) > MAX_PORT:
+        raise ValueError(f"a port is at most {MAX_PORT}")
+    return address
+
+
 _KINDS: dict[str, Kind] = {
     "socket": lambda value: str(_path(value)),
     "state_dir": _path,
@@ -220,8 +228,8 @@ _KINDS: dict[str, Kind] = {
     "log_level": _level,
     "metaserver": _matching(_URL, "http://HOST:PORT or https://HOST:PORT"),
     "node": _matching(_NODE, "letters, digits, '.', '_' and '-' (100 at most, no leading '.')"),
-    "listen": _matching(_ADDRESS, "HOST:PORT"),
-    "advertise": _matching(_ADDRESS, "HOST:PORT"),
+    "listen": _address,
+    "advertise": _address,
     "fetch_grace": _seconds,
     "token_file": _path,
     "tls_ca": _path,

@@ -353,7 +353,7 @@ class Follow:
         try:
             await bringing.run()
         except VersionConflict as error:
-            _log.debug("%s", error)
+            self._service.note("failed", self.job.name, f"given up: {error}")
         except AwexdError as error:
             if isinstance(error, LASTING):
                 mirror.failed[key] = error

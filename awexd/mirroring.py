@@ -198,7 +198,8 @@ class Bringing:
     def _check_wanted(self, *, whole: bool = False) -> None:
         """Raises VersionConflict where it is not to be had any more, or is good for nobody."""
         if not (self.good and (whole or self._key in self._mirror.listed)):
-            raise VersionConflict(f"{self._subject} is not wanted here any more")
+            why = "it is held nowhere else any more" if self.good else "it is good for nobody here any more"
+            raise VersionConflict(f"{_named(self._key)}, {self.here} of {self._listed.nbytes} bytes of it here: {why}")
 
     async def _fetch(self, memories: dict[int, Memory]) -> None:
         means, offer = self._means, None

@@ -237,4 +237,4 @@ def test_node_that_is_too_slow_for_its_grace_is_cut_off_and_gets_the_newest(fold
         for step in range(2, 12):
             trainer.do(PUBLISH.format(step=step))
         assert engine.do(UPDATE.format(step=11)) == [11, [11]]
-        assert any("withdrawn" in text or "not served here" in text for text in texts(cluster["b"], "failed"))
+        assert any("it is held nowhere else any more" in text for text in texts(cluster["b"], "failed"))
