@@ -50,6 +50,19 @@ def user_name(uid: int) -> str:
     return name if _PART.fullmatch(name) and not name.startswith("uid-") else f"uid-{uid}"
 
 
+@functools.lru_cache(maxsize=4096)
+def owner_uid(name: str) -> int | None:
+    """The user whose jobs stand under the owner's name of ``owner/name`` on this node; None: nobody."""
+    owner = name.split("/")[0]
+    number = owner.removeprefix("uid-")
+    if number != owner:
+        return int(number) if number.isdecimal() else None
+    try:
+        return pwd.getpwnam(owner).pw_uid
+    except KeyError:
+        return None
+
+
 def qualify(name: str, peer: Peer) -> str:
     """``owner/name``; a bare name is the caller's own.
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from awexd.manifests import is_body
 from awexd.memory import Found, Memory
 from awexd.store import Segment, Store, Version, parking
-from awexd.store.model import Job, ParcelState
+from awexd.store.model import Job, ParcelState, SegmentState, VersionKey
 from awexd_transports.layout import digest_of
+from awexd_transports.segment import HEADER_BYTES
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +51,27 @@ def adopt(store: Store, memory: Memory, jobs: Iterable[Job], manifests: Mapping[
     store.touched.clear()
 
 
+def header_of(
+    job: Job, segment: Segment, key: VersionKey, attempt: int, *, world_size: int, checksums: bool
+) -> dict[str, Any]:
+    """What the header of a complete segment says, so that it is found again."""
+    return {
+        "job": job.name,
+        "owner_uid": job.owner_uid,
+        "epoch": key[0],
+        "step": key[1],
+        "attempt": attempt,
+        "rank": segment.rank,
+        "world_size": world_size,
+        "keep": job.keep,
+        "digest": segment.digest,
+        "checksums": checksums,
+        "mirrored": segment.mirrored,
+        "size": HEADER_BYTES + segment.nbytes,
+        "state": str(SegmentState.SEALED),
+    }
+
+
 def _adopt_parcel(store: Store, found: Found, now: float) -> None:
     header = found.header
     job = store.job_for(header["job"], header["owner_uid"], now)
@@ -71,6 +94,8 @@ def _adopt_version(store: Store, name: str, key: tuple[int, int], attempt: int, 
     job = store.job_for(name, header["owner_uid"], now)
     if key[0] > job.epoch:
         job.epoch, job.world_size, job.keep, job.high = key[0], header["world_size"], header["keep"], -1
+        if header.get("mirrored"):
+            store.follow(job)
     segments = [
         Segment(
             item.id,
@@ -79,6 +104,7 @@ def _adopt_version(store: Store, name: str, key: tuple[int, int], attempt: int, 
             digest=item.header["digest"],
             checksums=item.header["checksums"],
             locked=item.locked,
+            mirrored=bool(item.header.get("mirrored")),
         )
         for item in found
     ]

@@ -14,14 +14,17 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from awexd import __version__
+from awexd.background import Signals
 from awexd.config import Settings
 from awexd.metaclient import MetaClient, tls_context, token_for
 from awexd.service import Service
-from awexd.store.model import Engine, Job
+from awexd.store.model import Engine, Job, VersionKey
+from awexd.tickets import KEY_BYTES
+from awexd_transports.base import Admission
 from awexd_transports.errors import AwexdError, BudgetExceeded, DaemonUnavailable, DeadlineExceeded
 
 RENEWALS = 3
@@ -41,7 +44,9 @@ class Announcer:
 
     Attributes:
         node: its name. ``run``: of this process.
-        key: of the tickets for it, from the MetaServer's present process; None while there is none.
+        address: where other nodes reach this one; None: it serves none.
+        admission: whom it lets in that fetches from it; its key is the MetaServer's present process's.
+        refused: called with a job and the versions of it that were not committed as this node has them.
 
     Raises:
         InvalidArgument, AccessDenied: its token or TLS files cannot be used.
@@ -52,13 +57,16 @@ class Announcer:
             raise ValueError("no MetaServer")
         self.node = settings.node or host_name()
         self.run = secrets.token_hex(8)
-        self.key: bytes | None = None
+        self.admission = Admission(self.node, secrets.token_bytes(KEY_BYTES), self._now_ms)
+        self.refused: Callable[[str, list[VersionKey]], None] = lambda job, keys: None
         self._url = settings.metaserver
         self._service = service
-        self._address = settings.advertise
+        self.address = settings.advertise
         self._token = token_for(settings.token_file, "node")
         self._context = tls_context(self._url, settings.tls_ca, settings.tls_cert, settings.tls_key)
         self._clock = 0.0
+        self._run = ""
+        self._reported = Signals()
         self._dirty: set[str] = set()
         self._told: set[str] = set()
         self._refused: dict[str, str] = {}
@@ -73,9 +81,22 @@ class Announcer:
         self._dirty.update(jobs)
         self._changed.set()
 
-    def clock(self) -> float:
-        """The MetaServer's clock, as far as this daemon knows it: seconds, behind by at most an answer's way."""
-        return time.monotonic() + self._clock
+    def client(self, connections: int = 8) -> MetaClient:
+        """One more for the same MetaServer, with this daemon's token."""
+        return MetaClient(self._url, self._token, self._context, connections=connections)
+
+    async def reported(self, name: str) -> None:
+        """Returns once the MetaServer has been told of that job."""
+        while name not in self._told:
+            await self._reported.next(name)
+
+    def problem(self) -> str:
+        """Why the MetaServer does not know this node now; "" where it does."""
+        return self._problem or ""
+
+    def _now_ms(self, run: str) -> int | None:
+        """The clock of the MetaServer's process of that name, as far as known: behind by at most an answer's way."""
+        return int((time.monotonic() + self._clock) * 1000) if run == self._run else None
 
     def status(self) -> dict[str, Any]:
         """For people."""
@@ -107,10 +128,10 @@ class Announcer:
                         await client.call("DELETE", path, query={"run": self.run}, timeout=LEAVE_SECONDS)
 
     async def _announce(self, client: MetaClient) -> None:
-        body = {"run": self.run, "address": self._address, "version": __version__}
+        body = {"run": self.run, "address": self.address, "version": __version__}
         answer = await client.call("PUT", f"/v1/nodes/{self.node}", body)
         try:
-            self.key = bytes.fromhex(answer["key"])
+            self.admission.key = bytes.fromhex(answer["key"])
             self._run, self._ttl = str(answer["run"]), answer["ttl_ms"] / 1000
             self._clock = answer["clock_ms"] / 1000 - time.monotonic()
         except (KeyError, TypeError, ValueError) as error:
@@ -127,7 +148,6 @@ class Announcer:
             self._service.settle()
 
     def _away(self, error: AwexdError) -> None:
-        self.key = None
         if self._problem != str(error):
             self._problem = str(error)
             text = f"{error}; this node's own jobs go on without it"
@@ -163,8 +183,11 @@ class Announcer:
                     self._told.discard(name)
                 return
             await self._send_manifests(client, job)
-            await self._ask(client, "PUT", path, report_of(job) | {"run": self.run})
+            answer = await self._ask(client, "PUT", path, report_of(job) | {"run": self.run})
             self._told.add(name)
+            self._reported.fire(name)
+            if answer["refused"]:
+                self.refused(name, [(epoch, step) for epoch, step in answer["refused"]])
             self._refused.pop(name, None)
         except (_Anew, *_TRANSIENT):
             self._dirty.add(name)
@@ -203,11 +226,11 @@ class Announcer:
 
 
 def report_of(job: Job) -> dict[str, Any]:
-    """What the MetaServer is told of a job whose writers are all on this node; as ``ReportBody`` of its document."""
+    """What the MetaServer is told of a job; as ``ReportBody`` of its document. Its writers are all on one node."""
     versions = [version for version in job.held() if not version.borrowed]
     segments = [[job.segments[segment_id] for segment_id in version.segments] for version in versions]
     return {
-        "local": job.epoch > 0,
+        "local": job.epoch > 0 and job.mirror is None,
         "epoch": job.epoch,
         "world_size": job.world_size,
         "keep": job.keep,
@@ -217,11 +240,13 @@ def report_of(job: Job) -> dict[str, Any]:
                 "epoch": version.key[0],
                 "step": version.key[1],
                 "attempt": version.attempt,
-                "pieces": [[segment.rank, segment.digest, segment.nbytes] for segment in held],
+                "pieces": [[one.rank, one.digest, one.nbytes, one.checksums] for one in held],
             }
             for version, held in zip(versions, segments, strict=True)
         ],
         "engines": [_engine(engine) for engine in job.engines.values() if engine.workers],
+        "withdrawn": list(job.withdrawn),
+        "fetching": [job.mirror.fetching] if job.mirror is not None and job.mirror.fetching else [],
     }
 
 

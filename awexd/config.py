@@ -18,6 +18,7 @@ Kind = Callable[[Any], Any]
 """Makes a setting's value; ValueError says what is wanted."""
 METASERVER_SETTINGS = frozenset({"host", "port", "tls_client_ca", "node_ttl", "max_connections"})
 """Of ``awexd metaserver`` alone: a shell may have both commands' variables."""
+MAX_PORT = 65_535
 _NODE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 _ADDRESS = re.compile(r"(?:[A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}")
 _URL = re.compile(r"https?://(?:[A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?")
@@ -40,7 +41,9 @@ class Settings:
         log_level: as the logging module names it.
         metaserver: URL of the cluster's MetaServer; None: this node is by itself.
         node: this node's name in the cluster; None: the host's.
-        advertise: ``host:port`` where other nodes' daemons reach this one.
+        listen: ``host:port`` where this node serves other nodes' daemons; None: it serves none.
+        advertise: ``host:port`` where those reach it; None: where it listens.
+        fetch_grace: seconds that other nodes in the middle of fetching a version keep its memory once it has retired.
         token_file: of the token that the MetaServer wants.
         tls_ca: certificates that the MetaServer's is to be signed by; tls_cert, tls_key: the daemon's own.
     """
@@ -57,7 +60,9 @@ class Settings:
     log_level: str = "INFO"
     metaserver: str | None = None
     node: str | None = None
+    listen: str | None = None
     advertise: str | None = None
+    fetch_grace: float = 10.0
     token_file: Path | None = None
     tls_ca: Path | None = None
     tls_cert: Path | None = None
@@ -203,6 +208,13 @@ def _matching(pattern: re.Pattern[str], wanted: str) -> Kind:
     return check
 
 
+def _address(value: Any) -> str:
+    address: str = _matching(_ADDRESS, "HOST:PORT")(value)
+    if int(address.rpartition(":")[2]) > MAX_PORT:
+        raise ValueError(f"a port is at most {MAX_PORT}")
+    return address
+
+
 _KINDS: dict[str, Kind] = {
     "socket": lambda value: str(_path(value)),
     "state_dir": _path,
@@ -216,7 +228,9 @@ _KINDS: dict[str, Kind] = {
     "log_level": _level,
     "metaserver": _matching(_URL, "http://HOST:PORT or https://HOST:PORT"),
     "node": _matching(_NODE, "letters, digits, '.', '_' and '-' (100 at most, no leading '.')"),
-    "advertise": _matching(_ADDRESS, "HOST:PORT"),
+    "listen": _address,
+    "advertise": _address,
+    "fetch_grace": _seconds,
     "token_file": _path,
     "tls_ca": _path,
     "tls_cert": _path,

@@ -188,7 +188,8 @@ def _status(answer: Answer) -> list[str]:
     ]
     if told := answer["metaserver"]:
         state = "announced" if told["connected"] else f"not announced: {told['problem']}"
-        lines.append(f"MetaServer {told['url']}, node {told['node']}: {state}")
+        where = told["address"] or "serves no others"
+        lines.append(f"MetaServer {told['url']}, node {told['node']} ({where}): {state}")
     lines += [line for gpu in answer["phases"] for line in _phase(gpu)]
     for job in answer["jobs"]:
         held, borrowed = (
@@ -200,6 +201,7 @@ def _status(answer: Answer) -> list[str]:
             f"{_size(job['bytes'])}",
             f"  held (epoch.step): {held}; borrowed: {borrowed}",
         ]
+        lines += _elsewhere(job["elsewhere"])
         if choice := job["choice"]:
             how = "borrowed" if choice["borrowed"] else "through host memory"
             lines.append(f"  step {choice['step']} {how}: {choice['reason']}")
@@ -226,6 +228,18 @@ def _status(answer: Answer) -> list[str]:
             for worker in engine["workers"]:
                 lines += [f"    rank {worker['rank']} {text}" for text in _told_of(worker)]
     return lines
+
+
+def _elsewhere(told: Answer | None) -> list[str]:
+    """Of a job whose trainer is on another node."""
+    if told is None:
+        return []
+    lines = [f"  trainer on {', '.join(told['trainer_on']) or 'no node'}; route {told['route']}"]
+    if fetching := told["fetching"]:
+        epoch, step = fetching["version"]
+        come, whole, rate = (_size(fetching[key]) for key in ("here_bytes", "bytes", "bytes_per_second"))
+        lines.append(f"  fetching {epoch}.{step}: {come} of {whole}, {rate}/s, from {', '.join(fetching['sources'])}")
+    return [*lines, f"  waits for {told['waits_for']}"]
 
 
 def _phase(gpu: Answer) -> list[str]:

@@ -13,8 +13,8 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Coroutine, MutableMapping
-from typing import Any
+from collections.abc import MutableMapping
+from typing import TYPE_CHECKING
 
 import uvloop
 
@@ -42,7 +42,10 @@ from awexd.store import Store
 from awexd.store.ledger import Session
 from awexd.systemd import Notifier, inherited_socket, keep_watchdog, watchdog_interval
 from awexd.trainers import Trainers
-from awexd_transports.errors import AccessDenied, AwexdError, ProtocolError
+from awexd_transports.errors import AccessDenied, AwexdError, InvalidArgument, ProtocolError
+
+if TYPE_CHECKING:
+    from awexd.among import Cluster
 
 HELLO_SECONDS = 10.0
 EXIT_GRACE_SECONDS = 0.2
@@ -101,9 +104,8 @@ async def _main(settings: Settings, environ: MutableMapping[str, str], received:
             daemon = Daemon(settings, memory, journal, background)
             await daemon.adopt()
             serving = [group.create_task(daemon.accept(listener))]
-            announcing = daemon.announcing()
-            if announcing is not None:
-                serving.append(group.create_task(announcing))
+            cluster = daemon.cluster()
+            among = group.create_task(cluster.run()) if cluster is not None else None
             if interval is not None:
                 serving.append(group.create_task(keep_watchdog(notifier, interval)))
             gc.collect()
@@ -114,7 +116,11 @@ async def _main(settings: Settings, environ: MutableMapping[str, str], received:
             notifier.stopping()
             for task in serving:
                 task.cancel()
+            if cluster is not None and among is not None:
+                await cluster.stop(among)
             await daemon.stop()
+            if cluster is not None:
+                cluster.close()
         _log.info("stopped")
 
 
@@ -152,19 +158,21 @@ class Daemon:
         self._service.settle()
         self._service.watch_idle()
 
-    def announcing(self) -> Coroutine[Any, Any, None] | None:
-        """Tells the MetaServer of this daemon, until cancelled; None where there is none.
+    def cluster(self) -> Cluster | None:
+        """What this daemon has to do with other nodes; None where it is by itself.
 
         Raises:
-            AwexdError: its token or TLS files cannot be used.
+            AwexdError: its token or TLS files, or the address to listen on, cannot be used.
         """
         if self._settings.metaserver is None:
+            if self._settings.listen is not None:
+                raise InvalidArgument("listen: other nodes find this one through a MetaServer; give its URL too")
             return None
-        from awexd.announcing import Announcer  # aiohttp: only where it is needed
+        from awexd.among import Cluster  # aiohttp: only where it is needed
 
-        announcer = Announcer(self._service, self._settings)
-        self._report.cluster = announcer.status
-        return announcer.keep()
+        made = Cluster(self._service, self._settings)
+        self._report.cluster, self._report.following = made.status, made.following
+        return made
 
     def summary(self) -> str:
         """One line for systemd's status and the log."""

@@ -21,8 +21,8 @@ class Event:
     Attributes:
         number: counts from 1 in each start of the daemon.
         at: seconds since 1970, for people.
-        kind: ``epoch``, ``joined``, ``left``, ``committed``, ``withdrawn``, ``failed``, ``expired``, ``closed`` or
-            ``metaserver``.
+        kind: ``epoch``, ``joined``, ``left``, ``committed``, ``withdrawn``, ``failed``, ``expired``, ``closed``,
+            ``fetching``, ``fetched`` or ``metaserver``.
         job: "" where it is of none.
         text: a sentence without the job's name.
     """

@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from awexd.store.model import Job
+from awexd.store.model import Job, Mirror
 from awexd_transports.errors import BudgetExceeded, InvalidArgument
 
 RECORD_FORMAT = 1
@@ -76,6 +76,7 @@ class Journal:
             "uids": sorted(job.uids),
             "gids": sorted(job.gids),
             "withdrawn": list(job.withdrawn),
+            "mirrored": job.mirror is not None,
             "pins": [[*key, sorted(ranks)] for key, ranks in job.pins.items()],
         }
 
@@ -176,5 +177,6 @@ def _job(record: dict[str, Any]) -> Job:
         gids=set(record["gids"]),
     )
     job.withdrawn.extend(record["withdrawn"])
+    job.mirror = Mirror() if record.get("mirrored") is True else None
     job.pins = {(epoch, step): set(ranks) for epoch, step, ranks in record.get("pins", ())}
     return job

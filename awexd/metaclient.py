@@ -40,14 +40,17 @@ class MetaClient:
     Args:
         token: "" where it wants none.
         context: for ``https``; None: this machine's own authorities.
+        connections: at once; 0: as many as there are requests.
     """
 
-    def __init__(self, url: str, token: str = "", context: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, url: str, token: str = "", context: ssl.SSLContext | None = None, *, connections: int = 8
+    ) -> None:
         self.url = url.rstrip("/")
         self.run = ""
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=8, ssl=context if context is not None else True),
+            connector=aiohttp.TCPConnector(limit=connections, ssl=context if context is not None else True),
             timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS),
             headers=headers,
             trust_env=False,

@@ -29,6 +29,8 @@ class Report:
         self._started = time.time()
         self.cluster: Callable[[], dict[str, Any]] | None = None
         """What there is to say of the MetaServer, where there is one."""
+        self.following: Callable[[Job], dict[str, Any] | None] = lambda job: None
+        """What there is to say of a job that is decided on another node."""
         service.add({"status": self._status, "versions": self._versions, "sessions": self._sessions})
         service.add({"events": self._events, "read.engine": self._one_engine, "manifests": self._manifests})
 
@@ -150,7 +152,8 @@ class Report:
         return Reply({"events": page, "last": page[-1]["number"] if more else events.last, "more": more})
 
     def _job(self, job: Job) -> dict[str, Any]:
-        return _job(job) | {"engines": [self._engine(engine) for engine in job.engines.values()]}
+        engines = [self._engine(engine) for engine in job.engines.values()]
+        return _job(job) | {"engines": engines, "elsewhere": self.following(job)}
 
     def _one_engine(self, call: Call) -> Reply:
         """For whoever drives an engine's workers: what each of them has come to."""

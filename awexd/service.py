@@ -84,6 +84,8 @@ class Service:
         self.events = Events()
         self.followers: list[Callable[[Collection[str]], None]] = []
         """Called with the names of jobs that have changed; they must not take long."""
+        self.unlinked: list[Callable[[str], None]] = []
+        """Called with the id of a segment of shared memory that goes."""
         self.lent: dict[str, int] = {}
         """What describes borrowed segments: a memfd each."""
         self.taken_back: Callable[[str], None] | None = None
@@ -160,6 +162,8 @@ class Service:
                     self.taken_back(segment.id)
             else:
                 self.background.thread(self.memory.unlink, segment.id)
+                for gone in self.unlinked:
+                    gone(segment.id)
         store.to_unlink.clear()
 
     def wipe(self, segment_id: str, step: int) -> None:

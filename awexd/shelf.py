@@ -11,6 +11,8 @@ from awexd.background import Background
 from awexd.journal import Journal
 from awexd.manifests import bundle, read_manifest
 from awexd.store.model import Job
+from awexd_transports.errors import ProtocolError
+from awexd_transports.layout import body_digest
 
 UNUSED_BYTES = 8 << 20
 """So much may lie about that nothing names, before it is looked for."""
@@ -51,6 +53,16 @@ class Shelf:
         """
         body = await asyncio.to_thread(read_manifest, fd, digest)
         # Goes on if its caller goes away: nothing may be pruned while it writes.
+        await asyncio.shield(self._background.task(self._keep(digest, body)))
+
+    async def add(self, digest: str, body: bytes) -> None:
+        """Checks and keeps a body that came from another node.
+
+        Raises:
+            ProtocolError: its digest is another.
+        """
+        if await asyncio.to_thread(body_digest, body) != digest:
+            raise ProtocolError("a manifest whose digest is another than the one asked for")
         await asyncio.shield(self._background.task(self._keep(digest, body)))
 
     async def _keep(self, digest: str, body: bytes) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 from awexd import access
+from awexd.adoption import header_of
 from awexd.service import Call, Operation, Outcome, Reply, Service
 from awexd.store import Segment, Wait
 from awexd.store.ledger import Session
-from awexd.store.model import Job, SegmentState
+from awexd.store.model import Job
 from awexd.store.slots import Shortfall, mappable
-from awexd_transports.segment import HEADER_BYTES
 
 
 class Trainers:
@@ -155,7 +154,9 @@ class Trainers:
     def _seal_slot(
         self, call: Call, job: Job, segment: Segment, epoch: int, step: int, attempt: int, checksums: bool
     ) -> None:
-        self._memory.seal(segment.id, _header(job, segment, epoch, step, attempt, checksums))
+        size = job.world_size
+        header = header_of(job, segment, (epoch, step), attempt, world_size=size, checksums=checksums)
+        self._memory.seal(segment.id, header)
         version = self._store.seal(call.session, step, checksums)
         if version:
             self._service.records.save_soon(job)
@@ -169,20 +170,3 @@ class Trainers:
     def _committed(self, call: Call) -> Reply | Wait:
         epoch, step, attempt = (call.arguments[k] for k in ("epoch", "step", "attempt"))
         return self._store.committed(call.session, epoch, step, attempt) or Reply({})
-
-
-def _header(job: Job, segment: Segment, epoch: int, step: int, attempt: int, checksums: bool) -> dict[str, Any]:
-    return {
-        "job": job.name,
-        "owner_uid": job.owner_uid,
-        "epoch": epoch,
-        "step": step,
-        "attempt": attempt,
-        "rank": segment.rank,
-        "world_size": job.world_size,
-        "keep": job.keep,
-        "digest": segment.digest,
-        "checksums": checksums,
-        "size": HEADER_BYTES + segment.nbytes,
-        "state": str(SegmentState.SEALED),
-    }

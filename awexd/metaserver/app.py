@@ -321,7 +321,8 @@ class App:
     def _ticket_now(self, routed: Routed, body: Body) -> bytes:
         version = (body["epoch"], body["step"])
         now = time.monotonic()
-        made = self._state.ticket(body["node"], body["run"], routed.job, version, body["source"], now)
+        wanted = body["source"], frozenset(body["avoid"])
+        made = self._state.ticket(body["node"], body["run"], routed.job, version, *wanted, now=now)
         ticket, key, source = made
         return self.answer(
             {
@@ -392,7 +393,8 @@ def _report_of(body: Body) -> Report:
     if len(held) > 1 and len({one.key for one in held}) < len(held):
         raise InvalidArgument("body: a version twice")
     used = frozenset([worker["digest"] for engine in body["engines"] for worker in engine["workers"]])
-    return Report(local, body["epoch"], size, body["keep"], ranks, held, tuple(body["engines"]), used)
+    more = frozenset(body["withdrawn"]), frozenset((epoch, step) for epoch, step in body["fetching"])
+    return Report(local, body["epoch"], size, body["keep"], ranks, held, tuple(body["engines"]), used, *more)
 
 
 def _held(one: Body) -> Held:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,10 +20,11 @@ REMEMBERED_ABORTS = 256
 
 
 class Piece(NamedTuple):
-    """One rank's segment of one version: the manifest that its bytes follow, and how many they are."""
+    """One rank's segment of one version: the manifest that its bytes follow, how many, whether with checksums."""
 
     digest: str
     nbytes: int
+    checksums: bool = False
 
 
 class Member(NamedTuple):
@@ -73,13 +74,21 @@ class Attempt:
 
 @dataclass(slots=True)
 class Version:
-    """A committed version. ``holders``: which ranks' pieces each node has."""
+    """A committed version.
+
+    Attributes:
+        holders: which ranks' pieces each node has.
+        fetching: nodes that bring it to themselves, in the order in which they began: one may serve those after it.
+        asked: tickets given for it, by the node to fetch from.
+    """
 
     key: VersionKey
     attempt: int
     world_size: int
     pieces: dict[int, Piece] = field(default_factory=dict)
     holders: dict[str, frozenset[int]] = field(default_factory=dict)
+    fetching: dict[str, int] = field(default_factory=dict)
+    asked: Counter[str] = field(default_factory=Counter)
 
     @property
     def nbytes(self) -> int:
@@ -106,6 +115,8 @@ class Report(NamedTuple):
         ranks: the manifests of its writers, where ``local``.
         engines: as they are shown.
         used: manifests that its engines' workers have registered.
+        withdrawn: attempts whose versions were rolled back or dropped, where ``local``.
+        fetching: versions that the node brings to itself.
     """
 
     local: bool
@@ -116,6 +127,8 @@ class Report(NamedTuple):
     versions: tuple[Held, ...]
     engines: tuple[Mapping[str, Any], ...]
     used: frozenset[str]
+    withdrawn: frozenset[int] = frozenset()
+    fetching: frozenset[VersionKey] = frozenset()
 
 
 @dataclass(slots=True)

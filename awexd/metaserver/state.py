@@ -25,7 +25,7 @@ from awexd.metaserver.model import (
     Report,
     Version,
 )
-from awexd.store.model import VersionKey, describe_ranks
+from awexd.store.model import VersionKey, describe_keys, describe_ranks
 from awexd.tickets import KEY_BYTES, Ticket, key_of
 from awexd_transports.errors import (
     BudgetExceeded,
@@ -140,6 +140,7 @@ class State:
         job.reports.pop(node, None)
         for version in job.versions.values():
             version.holders.pop(node, None)
+            version.fetching.pop(node, None)
         writing.trim(job)
         self.touched.add(job.name)
 
@@ -181,6 +182,10 @@ class State:
             job.world_size, job.keep = report.world_size, report.keep
             self._record(job)
         job.members = {rank: Member(node, "", digest) for rank, digest in report.ranks.items()}
+        gone = writing.withdraw(job, report.withdrawn, f"withdrawn on node {node}")
+        if gone:
+            self._record(job)
+            self.note("withdrawn", job.name, node, f"{describe_keys(sorted(gone))[6:]} withdrawn on {node}")
         for held in sorted(report.versions):
             self._adopt_version(job, node, held)
 
@@ -217,11 +222,13 @@ class State:
         for key, version in job.versions.items():
             if key not in holds and version.holders.pop(node, None) is not None:
                 self.touched.add(job.name)
+            if key in holds or key not in report.fetching:
+                version.fetching.pop(node, None)
         writing.trim(job)
         return refused
 
     def forget(self, name: str, run: str, job_name: str) -> None:
-        """That node has nothing of that job any more; one that was only of that node is over."""
+        """That node has nothing of that job any more. If it was the one that decided, the job is over on all."""
         node = self.node(name, run)
         node.jobs.discard(job_name)
         job = self.jobs.get(job_name)
@@ -230,7 +237,8 @@ class State:
         told = job.reports.get(name)
         writing.lose(job, name, f"node {name} closed the job")
         self._drop_report(job, name)
-        if told is not None and told.local and not job.reports and not job.members:
+        decided = told is not None and told.local and not any(report.local for report in job.reports.values())
+        if decided and not job.members:
             self.close_job(job_name, f"closed on node {name}")
 
     def close_job(self, job_name: str, why: str = "closed by an administrator") -> None:
@@ -331,30 +339,55 @@ class State:
     # transfers
 
     def ticket(
-        self, name: str, run: str, job_name: str, key: VersionKey, source: str | None, now: float
+        self,
+        name: str,
+        run: str,
+        job_name: str,
+        key: VersionKey,
+        source: str | None,
+        avoid: frozenset[str] = frozenset(),
+        *,
+        now: float,
     ) -> tuple[Ticket, bytes, Node]:
         """A ticket to fetch a version, its key, and the node to fetch from: the one asked for, else the least asked.
+
+        Whoever asks counts as fetching from then on, and may be asked itself by those that begin later: so each has one
+        source, and a trainer's node serves few, however many fetch at once. No two can wait for each other.
 
         Raises:
             VersionUnavailable: nobody else has that version and serves it.
         """
-        self.node(name, run)
+        target = self.node(name, run)
         job = self.find(job_name)
         version = job.versions.get(key)
         holders = version.holders if version is not None else {}
-        sources = [self.nodes[node] for node in holders if node != name and self.nodes[node].address]
+        earlier = self._before(version, name) if version is not None else []
+        sources = [self.nodes[node] for node in (*holders, *earlier) if node != name and self.nodes[node].address]
         if source is not None:
             sources = [node for node in sources if node.name == source]
+        sources = [node for node in sources if node.name not in avoid]
         if version is None or not sources:
             who = f"node {source}" if source else "no other node"
             have = "does not serve" if source else "serves"
             raise VersionUnavailable(f"{job_name}: {who} {have} epoch {key[0]} step {key[1]}")
-        chosen = min(sources, key=lambda node: (node.tickets, node.name))
+        target.jobs.add(job_name)
+        asked = version.asked
+        chosen = min(sources, key=lambda node: (asked[node.name], node.tickets, node.name))
         chosen.tickets += 1
+        asked[chosen.name] += 1
         expires = int((now + TICKET_SECONDS) * 1000)
         serial = secrets.token_hex(16)
         ticket = Ticket(job_name, *key, version.attempt, chosen.name, name, self.run, expires, serial)
         return ticket, key_of(chosen.key, ticket.encode()), chosen
+
+    @staticmethod
+    def _before(version: Version, name: str) -> list[str]:
+        """Nodes that began to fetch that version before this one, which begins now if it had not."""
+        if name in version.holders:
+            return []
+        last = max(version.fetching.values(), default=0)
+        number = version.fetching.setdefault(name, last + 1)
+        return [node for node, begun in version.fetching.items() if begun < number]
 
     # internals
 

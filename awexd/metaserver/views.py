@@ -48,6 +48,7 @@ def view(job: Job) -> dict[str, Any]:
                 "world_size": version.world_size,
                 "bytes": version.nbytes,
                 "pieces": [[rank, *piece] for rank, piece in sorted(version.pieces.items())],
+                "fetching": list(version.fetching),
                 "holders": {node: sorted(ranks) for node, ranks in sorted(version.holders.items())},
             }
             for version in job.listed()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from awexd.metaserver.model import (
     MAX_ATTEMPTS,
@@ -15,7 +15,7 @@ from awexd.metaserver.model import (
     Rendezvous,
     Version,
 )
-from awexd.store.model import describe_keys, describe_ranks
+from awexd.store.model import VersionKey, describe_keys, describe_ranks
 from awexd_transports.errors import BudgetExceeded, EpochChanged, InvalidArgument, VersionConflict, VersionUnavailable
 
 
@@ -208,6 +208,15 @@ def roll_back(job: Job, step: int) -> list[Version]:
         job.committed.pop(version.key, None)
         remember_abort(job, version.attempt, f"rolled back to step {step}")
     abort_all(job, f"rolled back to step {step}")
+    return gone
+
+
+def withdraw(job: Job, attempts: Collection[int], why: str) -> list[VersionKey]:
+    """The node that decides has taken back what it had committed in these attempts; the steps stay used."""
+    gone = [key for key, (attempt, _) in job.committed.items() if attempt in attempts]
+    for key in gone:
+        job.versions.pop(key, None)
+        remember_abort(job, job.committed.pop(key)[0], why)
     return gone
 
 

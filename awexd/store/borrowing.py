@@ -50,6 +50,8 @@ def _why_not(job: Job, now: float) -> str | None:
     unable = [rank for rank in range(job.world_size) if job.lent(rank) is None and not _will_lend(job, rank)]
     if unable:
         return f"{describe_ranks(unable)} cannot lend its GPU memory"
+    if job.abroad:
+        return "an engine is on another node"
     workers = [(engine, worker) for engine in job.engines.values() for worker in engine.workers.values()]
     if not workers:
         return "no engine is registered"

@@ -116,7 +116,7 @@ class Ledger:
         if len(job.versions) > max(job.keep, 1):
             for version in [version for version in job.held() if not version.borrowed][max(job.keep, 1) :]:
                 version.retired = True
-        for version in [v for v in job.versions.values() if v.leaving and not v.leases and v.key not in job.pins]:
+        for version in [v for v in job.versions.values() if v.leaving and not _in_use(job, v)]:
             del job.versions[version.key]
             for segment_id in version.segments:
                 if segment_id in job.segments:  # a borrowed one may have been taken back
@@ -143,7 +143,10 @@ class Ledger:
             self.to_clear.append(segment)
         segment.state, segment.digest, segment.checksums = SegmentState.FREE, "", False
         writer = job.writers.get(segment.rank)
-        useless = writer is None or (writer.reserved != "" and writer.nbytes != segment.nbytes)
+        if writer is None:
+            useless = job.mirror is None or not segment.mirrored
+        else:
+            useless = writer.reserved != "" and writer.nbytes != segment.nbytes
         if segment.unsafe or useless or segment.rank >= job.world_size:
             self._unlink(job, segment)
 
@@ -179,3 +182,7 @@ class Ledger:
 
     def _sessions_of(self, job: Job) -> bool:
         return any(job in self._jobs_of(session) for session in self.sessions.values())
+
+
+def _in_use(job: Job, version: Version) -> bool:
+    return bool(version.leases) or version.served or version.key in job.pins

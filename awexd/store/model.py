@@ -9,6 +9,7 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
+from awexd_transports.errors import AwexdError
 from awexd_transports.layout import digest_of
 
 K = TypeVar("K")
@@ -58,6 +59,7 @@ class Segment:
         borrowed: it is the memory of the writer's own process, in which its live parameters lie. The daemon has handles
             of it only; there is one a rank, for one version at a time, and ``session`` is its writer's for good.
         devices: of a borrowed one: the UUIDs of the GPUs it is on.
+        mirrored: the daemon itself fills it, from another node.
     """
 
     id: str
@@ -72,6 +74,7 @@ class Segment:
     locked: bool = False
     borrowed: bool = False
     devices: frozenset[str] = frozenset()
+    mirrored: bool = False
 
     @property
     def sealed(self) -> bool:
@@ -179,6 +182,7 @@ class Version:
         reason: why it is borrowed, or is not.
         doubted: as of its attempt: until it is empty, no update to it is a success.
         high: the job's before this version.
+        served: other nodes may be fetching it from here: its memory stays until they are done.
     """
 
     key: VersionKey
@@ -194,6 +198,7 @@ class Version:
     reason: str = ""
     doubted: set[int] = field(default_factory=set)
     high: int = -1
+    served: bool = False
 
     @property
     def leaving(self) -> bool:
@@ -301,6 +306,48 @@ class Engine:
         return driven or worker.waiting_until > now
 
 
+class Listing(NamedTuple):
+    """A committed version as the MetaServer lists it.
+
+    ``pieces``: by rank, the digest of its segment's manifest, its bytes, and whether its writer stored checksums; empty
+    where the MetaServer does not know.
+    ``holders``: other nodes that have all of it.
+    """
+
+    attempt: int
+    pieces: dict[int, tuple[str, int, bool]]
+    holders: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(nbytes for _, nbytes, _ in self.pieces.values())
+
+
+@dataclass(slots=True)
+class Mirror:
+    """What is known of a job whose writers are on another node.
+
+    Attributes:
+        nodes: those that have writers now.
+        informed: the MetaServer has told of the job since this daemon began.
+        listed: versions that are committed, as far as the MetaServer remembers them.
+        fetching: the one that is being brought here.
+        failed: why one could not be brought here, until that is tried again.
+        asked: steps of the current epoch that somebody here waits for.
+        ask: called when there is one more.
+        doing: who is waited for, and in which phase; for people.
+    """
+
+    nodes: tuple[str, ...] = ()
+    informed: bool = False
+    listed: dict[VersionKey, Listing] = field(default_factory=dict)
+    fetching: VersionKey | None = None
+    failed: dict[VersionKey, AwexdError] = field(default_factory=dict)
+    asked: dict[int, None] = field(default_factory=dict)
+    ask: Callable[[], None] = lambda: None
+    doing: Callable[[], str] = lambda: "the MetaServer has not been asked yet"
+
+
 class Endings:
     """How recent attempts ended, and what became of their slots. Many aborts do not make it forget a commit."""
 
@@ -358,6 +405,8 @@ class Job:
         closing: borrowed segments that are given up and that some reader has still mapped.
         parcels: what ranks have parked, by rank and name.
         pins: versions that ranks have offloaded their weights into, and which ranks.
+        mirror: where its writers are on another node, or may be; None where they are, or were last, on this one.
+        abroad: an engine of it is on another node.
         idle_since: when its last session ended; None while it has one.
     """
 
@@ -382,6 +431,8 @@ class Job:
     closing: dict[str, Segment] = field(default_factory=dict)
     parcels: dict[tuple[int, str], Parcel] = field(default_factory=dict)
     pins: dict[VersionKey, set[int]] = field(default_factory=dict)
+    mirror: Mirror | None = None
+    abroad: bool = False
     idle_since: float | None = None
 
     def held(self) -> list[Version]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from awexd.store.mirroring import brought, check_failed, newest_listed
 from awexd.store.model import (
     MAX_OPEN_ROUNDS,
     Engine,
@@ -15,7 +16,7 @@ from awexd.store.model import (
     describe_ranks,
 )
 from awexd.store.registering import epoch_changed
-from awexd_transports.errors import EpochChanged, InvalidArgument, VersionConflict, VersionUnavailable
+from awexd_transports.errors import AwexdError, EpochChanged, InvalidArgument, VersionConflict, VersionUnavailable
 
 
 def check(job: Job, worker: Worker, world_size: int) -> None:
@@ -93,6 +94,8 @@ def choose(job: Job, worker: Worker, step: int | None, stage: bool) -> Wait | Ve
         return _of_round(job, engine, worker, current, step)
     if step is None:
         held = visible(job, worker)
+        if not held:
+            check_failed(job)
         if worker.version and worker.version == job.returned and not (held and held[0].key > job.returned):
             return Wait(
                 job.name, lambda: f"a version after step {job.high} of epoch {job.epoch}; {job.describe_held()}"
@@ -108,6 +111,9 @@ def choose(job: Job, worker: Worker, step: int | None, stage: bool) -> Wait | Ve
             _held(job),
         )
     _check_epoch(job, worker)
+    coming = brought(job, step)
+    if coming is not None:
+        return coming
     if step <= job.high:
         raise VersionUnavailable(f"{job.name}: step {step} is not held any more; {job.describe_held()}", _held(job))
     return _still_to_come(job, step)
@@ -119,9 +125,16 @@ def awaited(job: Job, engine: Engine | None, step: int | None) -> Wait | None:
     if step is None:
         held = [version for version in job.held() if not version.borrowed or all(one.devices for one in workers)]
         had = job.returned if any(one.version == job.returned for one in workers) else None
-        if held and (had is None or held[0].key > had):
+        failed = not held and job.mirror is not None and newest_listed(job) in job.mirror.failed
+        if failed or (held and (had is None or held[0].key > had)):
             return None
         return Wait(job.name, lambda: f"its next version ({_newest(job)})" if had else _first(job))
+    try:
+        coming = brought(job, step)
+    except AwexdError:
+        return None
+    if coming is not None and not job.held_of(job.epoch, step):
+        return coming
     over = step <= job.high or any(one.epoch not in (0, job.epoch) for one in workers)
     if over or job.held_of(job.epoch, step):
         return None
@@ -143,6 +156,8 @@ def newest_since(job: Job, worker: Worker, step: int) -> Wait | VersionKey:
     if held and held[0].key[0] in (worker.epoch, job.epoch) and held[0].key[1] >= step:
         return held[0].key
     _check_epoch(job, worker)
+    if newest_listed(job) >= (job.epoch, step):
+        check_failed(job)
     return Wait(job.name, lambda: f"a version of step {step} or later ({_newest(job)})")
 
 
@@ -246,7 +261,7 @@ def _may_skip(engine: Engine, current: Round, rank: int, step: int | None) -> bo
 
 
 def _newest(job: Job) -> str:
-    return job.describe_held() if job.held() else _trainer(job)
+    return job.describe_held() + _elsewhere(job) if job.held() else _trainer(job)
 
 
 def _first(job: Job) -> str:
@@ -254,11 +269,19 @@ def _first(job: Job) -> str:
 
 
 def _still_to_come(job: Job, step: int) -> Wait:
-    return Wait(job.name, lambda: f"step {step} of epoch {job.epoch} to be committed; {job.describe_held()}")
+    return Wait(
+        job.name, lambda: f"step {step} of epoch {job.epoch} to be committed; {job.describe_held()}{_elsewhere(job)}"
+    )
+
+
+def _elsewhere(job: Job) -> str:
+    return f"; {job.mirror.doing()}" if job.mirror is not None else ""
 
 
 def _trainer(job: Job) -> str:
     """What the trainer lacks for a version, as far as it is known."""
+    if job.mirror is not None:
+        return job.mirror.doing()
     if not job.epoch and not job.pending:
         return "no trainer has registered under this name; another user's job is OWNER/NAME"
     absent = [rank for rank in range(job.world_size) if rank not in job.writers]

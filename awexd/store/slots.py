@@ -135,6 +135,7 @@ def _who_holds(job: Job, writer: Writer) -> str:
         f"step {step} by {describe_ranks(set(range(job.world_size)) - attempt.sealed)}"
         for step, attempt in job.attempts.items()
     ]
+    leased += [f"{v} (other nodes fetch it)" for v in job.versions.values() if v.served and v.leaving]
     waited = ([f"readers' leases on {', '.join(leased)}{readers}"] if leased else []) + (
         [f"the seal of {', '.join(unsealed)}"] if unsealed else []
     )

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 from awexd.store import parking, reading, registering, slots, writing
 from awexd.store.ledger import Session
-from awexd.store.lending import Lending
+from awexd.store.mirroring import Mirroring
 from awexd.store.model import (
     Job,
     Lease,
@@ -40,7 +40,7 @@ class Resolved(NamedTuple):
     lease: Lease
 
 
-class Store(Lending):
+class Store(Mirroring):
     """The operations of writers, workers and commands on the ledger."""
 
     # writing
@@ -68,6 +68,7 @@ class Store(Lending):
     ) -> bool:
         """Registers a training process; True if that opened an epoch. See :func:`registering.register`."""
         self._check_role(session, job, writer_rank=rank)
+        self._check_here(job)
         writer = Writer(session.id, session.pid, rank, digest, mode, lends)
         try:
             opened = registering.register(job, writer, world_size, epoch, keep, after)
@@ -75,6 +76,7 @@ class Store(Lending):
             self._forget_unused(job)
         session.writer = (job.name, writer)
         job.idle_since = None
+        self._take_over(job)
         self._reclaim(job, rank, f"rank {rank} registered anew")
         if opened:
             for lent in [segment for segment in job.segments.values() if segment.borrowed]:
@@ -223,7 +225,8 @@ class Store(Lending):
         for job in self.jobs.values():
             for segment in list(job.segments.values()):
                 writer = job.writers.get(segment.rank)
-                idle = segment.state is SegmentState.FREE and not segment.borrowed
+                followed = segment.mirrored and job.mirror is not None and job.engines
+                idle = segment.state is SegmentState.FREE and not segment.borrowed and not followed
                 if idle and (writer is None or writer.nbytes != segment.nbytes):
                     self._unlink(job, segment)
 

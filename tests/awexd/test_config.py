@@ -185,6 +185,8 @@ def test_metaserver_takes_the_command_line_before_the_environment_before_the_fil
         ("node", ""),
         ("advertise", "host"),
         ("advertise", "host:port"),
+        ("listen", "7470"),
+        ("listen", "host:65536"),
     ],
 )
 def test_a_place_in_a_cluster_that_is_none_is_refused(name: str, value: str) -> None:

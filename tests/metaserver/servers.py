@@ -203,7 +203,7 @@ class Client:
         return attempt
 
     def seal(self, job: str, node: str, epoch: int, step: int, attempt: int, ranks: list[int], run: str = RUN) -> bool:
-        pieces = [[rank, DIGEST, 100 + rank] for rank in ranks]
+        pieces = [[rank, DIGEST, 100 + rank, False] for rank in ranks]
         body = {"node": node, "run": run, "epoch": epoch, "step": step, "attempt": attempt, "pieces": pieces}
         committed = self.call("seal", body, job=job)["committed"]
         assert isinstance(committed, bool)
@@ -222,7 +222,7 @@ class Client:
 def report(run: str = RUN, **more: Any) -> dict[str, Any]:
     """A report of a job of which the node has nothing; ``more`` replaces."""
     empty: dict[str, Any] = {"local": False, "epoch": 0, "world_size": 0, "keep": 0}
-    return {"run": run, **empty, "ranks": [], "versions": [], "engines": []} | more
+    return {"run": run, **empty, "ranks": [], "versions": [], "engines": [], "withdrawn": [], "fetching": []} | more
 
 
 @lru_cache

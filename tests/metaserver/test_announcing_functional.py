@@ -66,7 +66,8 @@ def test_a_daemon_tells_what_it_has_and_what_changes(folder: Path, metaserver: M
     with node(folder, metaserver, "n0") as daemon:
         until(metaserver, lambda status: [one["node"] for one in status["nodes"]] == ["n0"])
         assert daemon.ask("status")["metaserver"] == {
-            "url": metaserver.url, "node": "n0", "connected": True, "problem": None
+            "url": metaserver.url, "node": "n0", "connected": True, "problem": None, "address": "n0:7470",
+            "sent_bytes": 0,
         }  # fmt: skip
         with (
             WeightWriter("j", 0, 1, daemon.socket) as writer,

@@ -76,7 +76,7 @@ def _commit_until_it_dies(server: MetaServer, told: Told, enough: threading.Even
 
 def _seal_unread(client: Client, epoch: int, step: int, attempt: int) -> None:
     body = {"node": "n0", "run": "run-of-a-test", "epoch": epoch, "step": step, "attempt": attempt}
-    text = json.dumps(body | {"pieces": [[0, "a" * 64, 1]]})
+    text = json.dumps(body | {"pieces": [[0, "a" * 64, 1, True]]})
     path = f"/v1/jobs/{JOB}/seals"
     client.http.request("POST", path, text, {"Content-Type": "application/json"})
 

@@ -60,7 +60,7 @@ def test_every_route_answers_as_the_document_says(pair: Client) -> None:
     assert pair.call("missing", {"digests": [body.digest]})["missing"] == []
     assert pair.call("manifest", digest=body.digest) == body.encoded
     engine = {"engine": "e", "world_size": 1, "workers": [worker()]}
-    held = {"epoch": 1, "step": 1, "attempt": attempt, "pieces": [[0, DIGEST, 100]]}
+    held = {"epoch": 1, "step": 1, "attempt": attempt, "pieces": [[0, DIGEST, 100, False]]}
     told = report(engines=[engine], versions=[held])
     assert pair.call("report", told, node="n1", job=JOB) == {"refused": []}
     seen = pair.call("job", job=JOB)
@@ -70,7 +70,7 @@ def test_every_route_answers_as_the_document_says(pair: Client) -> None:
     assert pair.call("watch", job=JOB, query={"after": 1})["engines"] == 1
     pair.call("events")
     where = {"node": "n1", "run": RUN, "epoch": 1, "step": 1}
-    pair.call("ticket", where | {"source": None}, job=JOB)
+    pair.call("ticket", where | {"source": None, "avoid": []}, job=JOB)
     pair.join(JOB, "n1", [1], 2, epoch=1)
     second = pair.begin(JOB, "n1", 1, 2, [1])
     pair.seal(JOB, "n1", 1, 2, second, [1])
@@ -156,7 +156,7 @@ def test_ticket_goes_to_the_holder_that_was_asked_least_and_only_it_can_check_it
     commit(pair, 1)
     keys = {node: bytes.fromhex(pair.announce(node, address=f"{node}.cluster:7470")["key"]) for node in ("n0", "n1")}
     pair.announce("n2", run="another-run")
-    where = {"node": "n2", "run": "another-run", "epoch": 1, "step": 1}
+    where = {"node": "n2", "run": "another-run", "epoch": 1, "step": 1, "avoid": []}
     given = [pair.call("ticket", where | {"source": None}, job=JOB) for _ in range(4)]
     assert sorted(one["source"] for one in given) == ["n0", "n0", "n1", "n1"]
     for one in given:

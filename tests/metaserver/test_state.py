@@ -314,11 +314,10 @@ def test_a_job_of_one_node_that_closes_it_begins_anew() -> None:
     cluster = Cluster("n0", "n1")
     cluster.report("n0", (1, 3, 77), ranks=2)
     cluster.report("n1", (1, 3, 77))
-    cluster.state.forget("n0", "r1", JOB)
-    assert (cluster.job.epoch, cluster.job.high) == (1, 3)
-    cluster.report("n0", (1, 3, 77), ranks=2)
     cluster.state.forget("n1", "r1", JOB)
-    cluster.state.forget("n0", "r1", JOB)
+    assert (cluster.job.epoch, cluster.job.high) == (1, 3)
+    cluster.report("n1", (1, 3, 77))
+    cluster.state.forget("n0", "r1", JOB)  # others may have copies: it is over there too
     assert cluster.record().closed
     assert cluster.report("n0", (1, 0, 90), ranks=2) == []
     assert (cluster.record().closed, cluster.record().high) == (False, 0)
@@ -377,10 +376,44 @@ def test_a_node_has_so_many_jobs_and_no_more() -> None:
 def test_tickets_name_this_process_and_end() -> None:
     cluster = joined()
     cluster.commit(5)
-    ticket, key, source = cluster.state.ticket("n0", "r1", JOB, (1, 5), None, 100.0)
+    ticket, key, source = cluster.state.ticket("n0", "r1", JOB, (1, 5), None, now=100.0)
     assert (ticket.run, ticket.source, ticket.target, ticket.expires) == ("run", "n1", "n0", 160_000)
     assert source.name == "n1"
     assert len(key) == 32
+
+
+def test_who_fetches_is_asked_by_those_that_begin_later_and_by_no_others() -> None:
+    cluster = Cluster("n0", "n1", "n2", "n3")
+    cluster.report("n0", (1, 3, 77), ranks=2)
+
+    def ask(node: str, **more: Any) -> str:
+        return str(cluster.state.ticket(node, "r1", JOB, (1, 3), None, now=100.0, **more)[2].name)
+
+    assert [ask(node) for node in ("n1", "n2", "n3")] == ["n0", "n1", "n2"]
+    assert ask("n2", avoid=frozenset({"n1"})) == "n0"  # not n3, which may wait for it
+    with pytest.raises(VersionUnavailable):
+        ask("n1", avoid=frozenset({"n0"}))
+    cluster.report("n2", (1, 3, 77))
+    assert ask("n1", avoid=frozenset({"n0"})) == "n2"  # it has all of it
+    cluster.report("n1")  # it has given up
+    assert list(cluster.job.versions[1, 3].fetching) == ["n3"]
+    cluster.state.leave("n3", "r1")
+    assert not cluster.job.versions[1, 3].fetching
+
+
+def test_what_the_deciding_node_withdraws_is_withdrawn_for_all() -> None:
+    cluster = Cluster("n0", "n1")
+    cluster.report("n0", (1, 3, 77), (1, 4, 78), ranks=2)
+    cluster.report("n1", (1, 3, 77), (1, 4, 78))
+    cluster.report("n1", (1, 3, 77), (1, 4, 78), withdrawn=frozenset({77}))  # it does not decide
+    assert [version.key for version in cluster.job.listed()] == [(1, 4), (1, 3)]
+    cluster.report("n0", (1, 3, 77), ranks=2, withdrawn=frozenset({78}))
+    assert [version.key for version in cluster.job.listed()] == [(1, 3)]
+    assert (cluster.job.high, 78 in cluster.job.aborted) == (4, True)
+    assert cluster.record().commits == ((1, 3, 77, 2),)
+    assert cluster.report("n1", (1, 3, 77), (1, 4, 78)) == [(1, 4)]
+    cluster.report("n0", (1, 3, 77), (1, 4, 79), ranks=2)  # that step is used
+    assert [version.key for version in cluster.job.listed()] == [(1, 3)]
 
 
 class Commits(RuleBasedStateMachine):

@@ -1,0 +1,69 @@
+"""This daemon among those of other nodes: announced, serving, following. Its sockets' clients wait for none of it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from awexd.announcing import Announcer
+from awexd.config import Settings
+from awexd.following import Following
+from awexd.mapped import Mapped
+from awexd.mirroring import PEERS
+from awexd.peers.tcp import Tcp
+from awexd.service import Service
+from awexd.serving import Serving
+from awexd.store.model import Job
+from awexd_transports.errors import InvalidArgument
+
+WILDCARDS = ("0.0.0.0", "::")
+
+
+class Cluster:
+    """Everything that this daemon does with a MetaServer and other nodes. Listens at once; ``run`` until cancelled.
+
+    Raises:
+        AwexdError: its token or TLS files, or the address to listen on, cannot be used.
+    """
+
+    def __init__(self, service: Service, settings: Settings) -> None:
+        address = settings.advertise
+        self._announcer = Announcer(service, settings)
+        self._mapped = Mapped(service)
+        self._ending: list[asyncio.Task[None]] = []
+        self._server, self._serving = None, None
+        if settings.listen is not None:
+            host, _, port = settings.listen.rpartition(":")
+            if address is None and host.strip("[]") in WILDCARDS:
+                raise InvalidArgument(f"listen = {settings.listen}: advertise must say where others reach it")
+            self._server = Tcp(PEERS).serve(host.strip("[]"), int(port), self._announcer.admission)
+            address = address or f"{host}:{self._server.address[1]}"
+            self._serving = Serving(service, self._server, self._mapped)
+        self._announcer.address = address
+        self._following = Following(service, self._announcer, self._serving, self._mapped)
+
+    def status(self) -> dict[str, Any]:
+        """For people."""
+        sent = self._serving.sent if self._serving is not None else 0
+        return self._announcer.status() | {"address": self._announcer.address, "sent_bytes": sent}
+
+    def following(self, job: Job) -> dict[str, Any] | None:
+        """Where a job comes from that is decided elsewhere."""
+        return self._following.status(job)
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            self._ending.append(group.create_task(self._following.run()))
+            if self._server is not None:
+                self._ending.append(group.create_task(self._server.run()))
+            group.create_task(self._announcer.keep())
+
+    async def stop(self, running: asyncio.Task[None]) -> None:
+        """Ends it; returns when nothing is fetched or served any more."""
+        running.cancel()
+        if self._ending:
+            await asyncio.wait(self._ending)
+
+    def close(self) -> None:
+        """Unmaps what was mapped."""
+        self._mapped.close()

@@ -1,0 +1,394 @@
+"""Jobs whose writers are on another node: each is watched at the MetaServer, and its versions brought here.
+
+A job is followed while an engine of it is here, or something of it is held that came from elsewhere. One whose own
+trainer is here is only watched for engines on other nodes, where its trainer may lend GPU memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Collection
+from typing import Any
+
+from awexd import access
+from awexd.announcing import Announcer
+from awexd.mapped import Mapped
+from awexd.metaclient import MetaClient
+from awexd.mirroring import PEERS, Bringing, Means
+from awexd.peers.tcp import Tcp
+from awexd.service import Service
+from awexd.serving import Serving
+from awexd.store.mirroring import NOTHING
+from awexd.store.model import Job, Listing, Mirror, VersionKey, describe_ranks
+from awexd_transports.errors import (
+    AwexdError,
+    BudgetExceeded,
+    DaemonUnavailable,
+    IntegrityError,
+    InvalidArgument,
+    ProtocolError,
+    VersionConflict,
+)
+
+WAIT_MS = 30_000
+ANSWER_SECONDS = WAIT_MS / 1000 + 15.0
+BACKOFF_SECONDS = (0.1, 5.0)
+GRACE_SECONDS = 10.0
+"""Without an engine here, before versions are brought no more: an engine may only be restarting."""
+LASTING = (BudgetExceeded, IntegrityError, InvalidArgument, ProtocolError)
+"""What another look at the MetaServer does not mend by itself: whoever waits for the version is told."""
+_log = logging.getLogger(__name__)
+
+
+class Following:
+    """Follows until cancelled. ``close`` of nothing: its slots are given back when ``run`` has ended."""
+
+    def __init__(self, service: Service, announcer: Announcer, serving: Serving | None, mapped: Mapped) -> None:
+        self._service = service
+        self._announcer = announcer
+        self._serving = serving
+        self._mapped = mapped
+        self._follows: dict[str, Follow] = {}
+        self._dirty: set[str] = set(service.store.jobs)
+        self._wake = asyncio.Event()
+        service.followers.append(self._changed)
+        announcer.refused = self._refused
+
+    def status(self, job: Job) -> dict[str, Any] | None:
+        """Of a job that is decided elsewhere, for people."""
+        follow = self._follows.get(job.name)
+        if job.mirror is None:
+            return None
+        bringing = follow.bringing if follow is not None else None
+        return {
+            "trainer_on": list(job.mirror.nodes),
+            "route": Tcp.name,
+            "waits_for": job.mirror.doing() if follow is not None else "an engine here",
+            "problem": follow.problem if follow is not None else None,
+            "fetching": bringing.status() if bringing is not None else None,
+        }
+
+    async def run(self) -> None:
+        async with (
+            self._announcer.client() as client,
+            self._announcer.client(connections=0) as watcher,
+            asyncio.TaskGroup() as group,
+        ):
+            transport = Tcp(PEERS)
+            means = Means(self._service, self._announcer, client, transport, self._mapped, self._serving, {})
+            self._wake.set()
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                dirty, self._dirty = self._dirty, set()
+                for name in dirty:
+                    job, follow = self._service.store.jobs.get(name), self._follows.get(name)
+                    if follow is not None and follow.job is not job:
+                        follow.stop()
+                        follow = None
+                    if follow is not None:
+                        follow.look()
+                    elif job is not None and concerns(job):
+                        self._start(group, Follow(means, watcher, job))
+
+    def _start(self, group: asyncio.TaskGroup, follow: Follow) -> None:
+        name = follow.job.name
+        self._follows[name] = follow
+        task = follow.task = group.create_task(follow.run())
+
+        def ended(_: object) -> None:
+            if self._follows.get(name) is follow:
+                del self._follows[name]
+                self._changed([name])  # something may have come up meanwhile
+
+        task.add_done_callback(ended)
+
+    def _changed(self, jobs: Collection[str]) -> None:
+        self._dirty.update(jobs)
+        self._wake.set()
+
+    def _refused(self, name: str, keys: list[VersionKey]) -> None:
+        """What this node has of those steps was rolled back while it could not be told."""
+        follow = self._follows.get(name)
+        if follow is not None:
+            follow.refused(keys)
+
+
+def concerns(job: Job) -> bool:
+    """Whether what is known of it elsewhere matters here."""
+    lent = any(writer.lends or writer.mode == "direct" for writer in job.writers.values())
+    return bool(job.engines) or lent or (job.mirror is not None and bool(job.versions))
+
+
+class Follow:
+    """One job, as it is elsewhere. ``run`` ends by itself once nobody is concerned.
+
+    Attributes:
+        bringing: the version on its way here.
+        problem: why the MetaServer does not tell; None while it does.
+    """
+
+    def __init__(self, means: Means, watcher: MetaClient, job: Job) -> None:
+        self.job = job
+        self.task: asyncio.Task[None] | None = None
+        self.bringing: Bringing | None = None
+        self.problem: str | None = None
+        self._means = means
+        self._service = means.service
+        self._store = means.service.store
+        self._watcher = watcher
+        self._url = f"/v1/jobs/{job.name}"
+        self._wake = asyncio.Event()
+        self._fetch: asyncio.Task[None] | None = None
+        self._leaving: asyncio.TimerHandle | None = None
+        self._rested = self._pause = False
+        self._seen: dict[str, Any] | None = None
+
+    def look(self) -> None:
+        """The job has changed here."""
+        if self._fetch is not None and self.bringing is not None and not self.bringing.good:
+            self._fetch.cancel()
+        self._wake.set()
+        if self.job.engines:
+            self._rested = False
+            if self._leaving is not None:
+                self._leaving.cancel()
+                self._leaving = None
+        elif self._leaving is None:
+            self._leaving = asyncio.get_running_loop().call_later(GRACE_SECONDS, self._rest)
+
+    def stop(self) -> None:
+        if self.task is not None:
+            self.task.cancel()
+
+    def _rest(self) -> None:
+        """No engine has come back."""
+        self._leaving = None
+        if self.job.engines:
+            return
+        self._rested = True
+        if self._fetch is not None:
+            self._fetch.cancel()
+        if self.job.mirror is not None:
+            self._store.rest(self.job)
+            self._service.settle()
+        if not concerns(self.job):
+            self.stop()
+
+    async def run(self) -> None:
+        if not self.job.epoch and not self.job.writers:
+            self._adopt(self._store.follow(self.job))
+        elif self.job.mirror is not None:
+            self._adopt(self.job.mirror)
+        self._service.settle()
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._watch())
+                group.create_task(self._bring(group))
+                self.look()
+        except Exception:  # noqa: BLE001 - a fault of ours ends no daemon
+            _log.exception("following job %s failed", self.job.name)
+            await asyncio.sleep(BACKOFF_SECONDS[1])
+        finally:
+            if self._leaving is not None:
+                self._leaving.cancel()
+
+    def _adopt(self, mirror: Mirror) -> None:
+        mirror.ask = self._wake.set
+        mirror.doing = self._doing
+        uid = access.owner_uid(self.job.name)
+        if uid is not None:
+            self.job.owner_uid = uid
+
+    def _doing(self) -> str:
+        mirror = self.job.mirror
+        if self.bringing is not None:
+            text = self.bringing.doing()
+        elif mirror is None or self._seen is None:
+            text = f"the MetaServer at {self._watcher.url} has not told of it yet"
+        elif not mirror.nodes:
+            text = "no trainer of it is registered on any node; another user's job is OWNER/NAME"
+        elif absent := self._seen["absent"]:
+            size = self._seen["world_size"]
+            text = f"{describe_ranks(absent)} of {size} on node {', '.join(mirror.nodes)} to register"
+        else:
+            text = f"node {', '.join(mirror.nodes)}, where its trainer is, to commit"
+        problem = self.problem or self._means.announcer.problem()
+        return f"{text}; {problem}" if problem else text
+
+    # what is so elsewhere
+
+    async def _watch(self) -> None:
+        pause = BACKOFF_SECONDS[0]
+        while True:
+            try:
+                await self._means.announcer.reported(self.job.name)  # so that it knows the job
+                view = await self._means.client.call("GET", self._url)
+                try:
+                    self._take(view)
+                    after = view["brief"]["seq"]
+                except (KeyError, TypeError, ValueError, IndexError) as error:
+                    raise DaemonUnavailable("the MetaServer answers otherwise than this version expects") from error
+                self.problem = None
+                pause = BACKOFF_SECONDS[0]
+                query = {"after": after, "timeout_ms": WAIT_MS}
+                brief = await self._watcher.call("GET", f"{self._url}/watch", query=query, timeout=ANSWER_SECONDS)
+                if brief is not None and brief["closed"] and self.job.mirror is not None:
+                    self._close("closed on the node of its trainer")
+                continue
+            except AwexdError as error:
+                self._away(error)
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, BACKOFF_SECONDS[1])
+
+    def _away(self, error: AwexdError) -> None:
+        if self.problem is None:
+            text = f"not told what becomes of it elsewhere: {error}; what is held here stays"
+            self._service.note("metaserver", self.job.name, text, logging.WARNING)
+            self._service.settle()
+        self.problem = str(error)
+
+    def _close(self, why: str) -> None:
+        self._service.close_job(self.job, why)
+        self._service.settle()
+
+    def refused(self, keys: list[VersionKey]) -> None:
+        """Versions here that are not committed; of an old one that may only mean that it is forgotten."""
+        mirror = self.job.mirror
+        if mirror is None or self._seen is None or self._seen["epoch"] != self.job.epoch:
+            return
+        oldest = min((key for key in mirror.listed if key[0] == self.job.epoch), default=None)
+        gone = {
+            self.job.versions[key].attempt
+            for key in keys
+            if oldest is not None and key > oldest and key[0] == self.job.epoch and key in self.job.versions
+        }
+        self._withdraw(gone)
+
+    def _take(self, view: dict[str, Any]) -> None:
+        """What the MetaServer says of the job now."""
+        job, here, brief = self.job, self._means.announcer.node, view["brief"]
+        if self._store.jobs.get(job.name) is not job:
+            return
+        epoch, high = int(brief["epoch"]), brief["last_step"]
+        nodes = {str(row["node"]) for row in view["ranks"]} - {here}
+        abroad = any(engine["node"] != here for engine in view["engines"])
+        if abroad != job.abroad:
+            job.abroad = abroad
+            self._store.touched.add(job.name)
+        self._withdraw({int(number) for number in view["aborted"]})
+        if job.writers or job.pending:
+            return
+        if job.mirror is None and job.epoch and not nodes and epoch <= job.epoch:
+            return  # its trainer was here last, and has not appeared elsewhere
+        if job.mirror is not None and 0 < epoch < job.epoch:
+            self._close(f"it has begun anew elsewhere, with epoch {epoch}")
+            return
+        self._seen = brief
+        self._adopt(self._store.follow(job))
+        opened = self._store.mirror(
+            job,
+            epoch=epoch,
+            world_size=int(brief["world_size"]),
+            keep=int(view["keep"]),
+            high=-1 if high is None else int(high),
+            nodes=nodes,
+            listed={(row["epoch"], row["step"]): _listing(row, here) for row in view["pieces"]},
+        )
+        if opened:
+            self._service.note("epoch", job.name, f"epoch {epoch} opened on node {', '.join(nodes) or 'elsewhere'}")
+            self._service.records.save_soon(job)
+        self._service.settle()
+        self.look()
+
+    def _withdraw(self, attempts: set[int]) -> None:
+        versions = self._store.withdraw_attempts(self.job, attempts)
+        if not versions:
+            return
+        for version in versions:  # readers in the midst of it see so without asking
+            for segment_id in version.segments:
+                if segment_id in self.job.segments:
+                    self._service.wipe(segment_id, version.key[1])
+        gone = ", ".join(map(str, versions))
+        self._service.note("withdrawn", self.job.name, f"{gone} withdrawn elsewhere")
+        self._service.records.save_soon(self.job)
+        self._service.settle()
+
+    # bringing versions here
+
+    async def _bring(self, group: asyncio.TaskGroup) -> None:
+        pause = BACKOFF_SECONDS[0]
+        while True:
+            self._wake.clear()
+            key = self._next()
+            mirror = self.job.mirror
+            if key is None or mirror is None:
+                await self._wake.wait()
+                continue
+            mirror.failed.pop(key, None)
+            self._pause = False
+            mirror.fetching = key
+            self._store.touched.add(self.job.name)  # the MetaServer is told
+            self._service.settle()
+            self.bringing = Bringing(self._means, self.job, mirror, key, mirror.listed[key])
+            self._fetch = group.create_task(self._one(mirror, key, self.bringing))
+            try:
+                await asyncio.wait([self._fetch])
+            finally:
+                self.bringing, self._fetch, mirror.fetching = None, None, None
+            self._store.touched.add(self.job.name)
+            self._service.settle()
+            if not self._pause:
+                pause = BACKOFF_SECONDS[0]
+                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._wake.wait()
+            pause = min(2 * pause, BACKOFF_SECONDS[1])
+
+    async def _one(self, mirror: Mirror, key: VersionKey, bringing: Bringing) -> None:
+        try:
+            await bringing.run()
+        except VersionConflict as error:
+            self._service.note("failed", self.job.name, f"given up: {error}")
+        except AwexdError as error:
+            if isinstance(error, LASTING):
+                mirror.failed[key] = error
+            self._pause = True
+            text = f"epoch {key[0]} step {key[1]} cannot be brought here: {error}"
+            self._service.note("failed", self.job.name, text, logging.WARNING)
+        except Exception:  # noqa: BLE001 - a fault of ours ends no daemon
+            _log.exception("bringing %s of job %s failed", key, self.job.name)
+            self._pause = True
+            mirror.failed[key] = AwexdError(f"{self.job.name}: bringing {key} here failed; the daemon's log has more")
+
+    def _next(self) -> VersionKey | None:
+        """What to bring here now: a step that somebody waits for, else the newest."""
+        job, mirror = self.job, self.job.mirror
+        if mirror is None or self._rested or not job.engines:
+            return None
+
+        def missing(key: VersionKey) -> bool:
+            listing = mirror.listed[key]
+            return bool(listing.pieces) and key not in job.versions and listing.attempt not in job.withdrawn
+
+        for step in mirror.asked:
+            if (job.epoch, step) in mirror.listed and missing((job.epoch, step)):
+                return job.epoch, step
+        newest = max((key for key in mirror.listed if missing(key)), default=NOTHING)
+        held = max((version.key for version in job.held()), default=NOTHING)
+        return newest if newest > held else None
+
+
+def _listing(row: dict[str, Any], here: str) -> Listing:
+    pieces = {
+        int(rank): (str(digest), int(nbytes), checksums is True) for rank, digest, nbytes, checksums in row["pieces"]
+    }
+    whole = set(range(int(row["world_size"])))
+    if pieces.keys() != whole:  # after its restart, the MetaServer has yet to be told
+        pieces = {}
+    holders = tuple(node for node, ranks in row["holders"].items() if set(ranks) == whole and node != here)
+    return Listing(int(row["attempt"]), pieces, holders)

@@ -1,0 +1,330 @@
+"""Bringing one version here from other nodes: into slots like a writer's, and committed once every byte is right."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from awexd.adoption import header_of
+from awexd.announcing import Announcer
+from awexd.mapped import Mapped
+from awexd.metaclient import MetaClient
+from awexd.peers.cells import Cells
+from awexd.peers.fetcher import Fetcher
+from awexd.peers.offers import Offered
+from awexd.peers.settings import PeerSettings
+from awexd.peers.threads import in_thread
+from awexd.service import Service
+from awexd.serving import Serving
+from awexd.store import Segment, Version, Wait
+from awexd.store.model import Job, Listing, Mirror, VersionKey
+from awexd_transports.base import Memory, Source, Subject, Transport
+from awexd_transports.errors import (
+    AwexdError,
+    DaemonUnavailable,
+    IntegrityError,
+    ProtocolError,
+    VersionConflict,
+    VersionUnavailable,
+)
+from awexd_transports.layout import Manifest
+from awexd_transports.ranges import Ranges
+from awexd_transports.segment import segment_nbytes
+
+RUN_SECONDS = 3600.0
+"""For one source; a silent one is given up long before, by the transport's own watchdogs."""
+BACKOFF_SECONDS = (0.05, 2.0)
+ALLOCATION_SECONDS = 600.0
+PEERS = PeerSettings(retries=0)
+"""Another source, or another ticket, is what a failure is answered with here."""
+
+_log = logging.getLogger(__name__)
+
+
+class Known(NamedTuple):
+    """What a manifest says: how long its segments are, and, where they are compared, what is in them."""
+
+    nbytes: int
+    cells: Cells | None
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What bringing a version here takes."""
+
+    service: Service
+    announcer: Announcer
+    client: MetaClient
+    transport: Transport
+    mapped: Mapped
+    serving: Serving | None
+    known: dict[str, Known]
+    """By manifest; kept for the next version."""
+
+
+class Bringing:
+    """One version on its way here. ``run`` once.
+
+    Attributes:
+        source: the node that it comes from now; "" while there is none.
+        phase: what is waited for, for people.
+    """
+
+    def __init__(self, means: Means, job: Job, mirror: Mirror, key: VersionKey, listing: Listing) -> None:
+        self._means = means
+        self._store = means.service.store
+        self._job, self._mirror = job, mirror
+        self._key, self._listed = key, listing
+        self._subject = Subject(job.name, *key, listing.attempt)
+        self._segments: dict[int, Segment] = {}
+        self._fetcher: Fetcher | None = None
+        self._began = time.monotonic()
+        self._told: set[str] = set()
+        self._introduced = False
+        self.source, self.phase = "", "its manifests"
+
+    @property
+    def here(self) -> int:
+        """Bytes that are here and right."""
+        return self._listed.nbytes - self._fetcher.left if self._fetcher else 0
+
+    def doing(self) -> str:
+        """For a waiter's error."""
+        amount = f"{self.here} of {self._listed.nbytes} bytes of step {self._key[1]} are here"
+        return f"{amount}; waiting for {self.phase}"
+
+    def status(self) -> dict[str, Any]:
+        seconds = max(1e-6, time.monotonic() - self._began)
+        return {
+            "version": list(self._key),
+            "bytes": self._listed.nbytes,
+            "here_bytes": self.here,
+            "bytes_per_second": int(self.here / seconds),
+            "sources": [self.source] if self.source else [],
+            "route": self._means.transport.name,
+            "waits_for": self.phase,
+        }
+
+    async def run(self) -> None:
+        """Returns once the version is committed here, or is not to be had or wanted any more.
+
+        Raises:
+            BudgetExceeded: there is no room for it.
+            AwexdError: it cannot be brought here.
+        """
+        with contextlib.ExitStack() as manifests:
+            for digest, _, _ in self._listed.pieces.values():  # nothing may name them before all is here
+                manifests.enter_context(self._means.service.shelf.arriving(digest))
+            await self._get_manifests()
+            await self._bring()
+
+    async def _bring(self) -> None:
+        memories: dict[int, Memory] = {}
+        try:
+            self.phase = "shared memory on this node"
+            for rank in sorted(self._listed.pieces):
+                self._segments[rank] = segment = await self._slot(rank)
+                memories[rank] = self._means.mapped.use(segment)
+            await self._fetch(memories)
+        finally:
+            for segment in self._segments.values():
+                if segment.rank in memories:
+                    self._means.mapped.drop(segment.id)
+            self._store.give_back(self._job, self._segments.values())
+            self._means.service.settle()
+
+    async def _get_manifests(self) -> None:
+        shelf = self._means.service.shelf
+        for unused in [digest for digest in self._means.known if shelf.body(digest) is None]:
+            del self._means.known[unused]
+        for rank, (digest, nbytes, checksums) in sorted(self._listed.pieces.items()):
+            body = shelf.body(digest)
+            if body is None:
+                self.phase = f"the MetaServer to give rank {rank}'s manifest"
+                body = await self._means.client.call("GET", f"/v1/manifests/{digest}")
+                if not isinstance(body, bytes):
+                    raise ProtocolError(f"the MetaServer gives no manifest {digest[:12]}")
+                await shelf.add(digest, body)
+            known = self._means.known.get(digest)
+            if known is None or (checksums and known.cells is None):
+                known = self._means.known[digest] = await in_thread(_known, body, checksums)
+            if known.nbytes != nbytes:
+                raise IntegrityError(f"{self._job.name}: rank {rank} has {nbytes} bytes, not those of its manifest")
+
+    async def _slot(self, rank: int) -> Segment:
+        """A slot that this version alone uses until it is given back."""
+        digest, nbytes, checksums = self._listed.pieces[rank]
+        while True:
+            found = self._store.mirror_slot(self._job, rank, nbytes)
+            self._means.service.settle()
+            if isinstance(found, Wait):
+                wait = found
+                self.phase = wait.what()
+                await self._means.service.changes.next(self._job.name)
+                self._check_wanted()
+                continue
+            if found is None:
+                found = await self._made(rank, nbytes)
+            found.digest, found.checksums = digest, checksums
+            return found
+
+    async def _made(self, rank: int, nbytes: int) -> Segment:
+        made: list[Segment] = []
+
+        def take(segment_id: str, locked: bool) -> None:
+            self._check_wanted()
+            segment = Segment(segment_id, rank, nbytes, locked=locked, mirrored=True)
+            self._store.add_segment(self._job, segment)
+            made.append(segment)
+
+        deadline = asyncio.get_running_loop().time() + ALLOCATION_SECONDS
+        await self._means.service.allocator.single(nbytes, take, deadline)
+        (segment,) = made
+        segment.state = segment.state.WRITING
+        return segment
+
+    @property
+    def good(self) -> bool:
+        """It still is what readers here may have."""
+        job = self._job
+        known = self._store.jobs.get(job.name) is job and job.mirror is self._mirror
+        return known and self._listed.attempt not in job.withdrawn and self._key not in job.versions
+
+    def _check_wanted(self, *, whole: bool = False) -> None:
+        """Raises VersionConflict where it is not to be had any more, or is good for nobody."""
+        if not (self.good and (whole or self._key in self._mirror.listed)):
+            why = "it is held nowhere else any more" if self.good else "it is good for nobody here any more"
+            raise VersionConflict(f"{_named(self._key)}, {self.here} of {self._listed.nbytes} bytes of it here: {why}")
+
+    async def _fetch(self, memories: dict[int, Memory]) -> None:
+        means, offer = self._means, None
+        ranks = self._segments
+        if means.serving is not None:
+            offer = means.serving.begin(self._job, self._subject, ranks)
+        version: Version | None = None
+        try:
+            await self._all(memories, offer)
+            self._check_wanted(whole=True)
+            version = self._commit()
+            if offer is not None and means.serving is not None:
+                means.serving.keep(self._job, version, offer)
+            means.service.settle()
+        finally:
+            if version is None and offer is not None and means.serving is not None:
+                await means.serving.give_up(offer, ranks)
+
+    async def _all(self, memories: dict[int, Memory], offer: Offered | None) -> None:
+        """Every byte, from one source after the other until it is there."""
+        pieces = self._listed.pieces
+        self._fetcher = fetcher = Fetcher(
+            self._means.transport,
+            self._subject,
+            {rank: Ranges([(0, nbytes)]) for rank, (_, nbytes, _) in pieces.items()},
+            memories,
+            cells={
+                rank: cells
+                for rank, (digest, _, summed) in pieces.items()
+                if summed and (cells := self._means.known[digest].cells) is not None
+            },
+            arrived=offer.extend if offer is not None else _ignore,
+            settings=PEERS,
+        )
+        avoid: set[str] = set()
+        pause, before = BACKOFF_SECONDS[0], fetcher.left
+        while fetcher.left:
+            try:
+                source = await self._ticket(avoid)
+                self._announce(source)
+                await fetcher.run([source], RUN_SECONDS)
+            except AwexdError as error:
+                if fetcher.left < before:
+                    pause, before = BACKOFF_SECONDS[0], fetcher.left
+                self._check_wanted()
+                unserved = isinstance(error, VersionUnavailable) and not self.source
+                if unserved and not avoid:
+                    self.phase = "a node that serves it to come"
+                    await self._means.service.changes.next(self._job.name)
+                    continue
+                self._failed(error)
+                if self.source:
+                    avoid.add(self.source)
+                else:
+                    avoid.clear()  # whoever failed before may be back
+                self.source = ""
+                await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+                pause = min(2 * pause, BACKOFF_SECONDS[1])
+
+    async def _ticket(self, avoid: set[str]) -> Source:
+        announcer, (epoch, step) = self._means.announcer, self._key
+        self.source, self.phase = "", "the MetaServer to name a node that serves it"
+        body = {
+            "node": announcer.node,
+            "run": announcer.run,
+            "epoch": epoch,
+            "step": step,
+            "source": None,
+            "avoid": sorted(avoid)[:64],
+        }
+        answer = await self._means.client.call("POST", f"/v1/jobs/{self._job.name}/tickets", body)
+        try:
+            host, _, port = answer["address"].rpartition(":")
+            key = bytes.fromhex(answer["key"])
+            source = Source(answer["source"], host.strip("[]"), int(port), answer["ticket"].encode(), key)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DaemonUnavailable("the MetaServer answers otherwise than this version expects") from error
+        self.source = source.node
+        return source
+
+    def _announce(self, source: Source) -> None:
+        where = f"{source.node} ({source.host} port {source.port})"
+        self.phase = f"bytes from node {where} by {self._means.transport.name}"
+        if not self._introduced:
+            self._introduced = True
+            text = f"{_named(self._key)}: {self._listed.nbytes} bytes from node {where}"
+            self._means.service.note("fetching", self._job.name, text, logging.DEBUG)
+            self._means.service.settle()
+
+    def _failed(self, error: AwexdError) -> None:
+        """Tells once of each source that failed."""
+        where = f"node {self.source}" if self.source else "a node that serves it"
+        self.phase = f"{where}, after a failure: {error}"
+        if self.source and where not in self._told:
+            self._told.add(where)
+            text = f"{_named(self._key)} from {where}: {error}"
+            self._means.service.note("failed", self._job.name, text, logging.WARNING)
+            self._means.service.settle()
+
+    def _commit(self) -> Version:
+        """Headers, then the store: one that dies in between adopts it if all were sealed, and nothing of it if not."""
+        job, listed, memory = self._job, self._listed, self._means.service.memory
+        segments = [self._segments[rank] for rank in range(len(self._segments))]
+        size = len(segments)
+        for segment in segments:
+            header = header_of(job, segment, self._key, listed.attempt, world_size=size, checksums=segment.checksums)
+            memory.seal(segment.id, header)
+        version = self._store.commit_mirrored(job, self._key, listed.attempt, segments)
+        self._means.service.records.save_soon(job)
+        seconds = time.monotonic() - self._began
+        delivered = self._fetcher.delivered if self._fetcher else {}
+        sources = ", ".join(f"{nbytes} from {node}" for node, nbytes in sorted(delivered.items()))
+        text = f"{version} fetched: {listed.nbytes} bytes in {seconds:.3f} s ({sources})"
+        self._means.service.note("fetched", job.name, text, logging.DEBUG)
+        return version
+
+
+def _known(body: bytes, checksums: bool) -> Known:
+    manifest = Manifest.decode(body)
+    return Known(segment_nbytes(manifest), Cells(manifest) if checksums else None)
+
+
+def _named(key: VersionKey) -> str:
+    return f"epoch {key[0]} step {key[1]}"
+
+
+def _ignore(rank: int, start: int, end: int) -> None:
+    """Nobody is served from here."""

@@ -1,0 +1,126 @@
+"""What this node lets others fetch: versions, their memory, what of it is there, and who is using it now."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from awexd.peers.link import Link
+from awexd_transports.base import Memory, Piece, Subject
+from awexd_transports.errors import ProtocolError, VersionUnavailable
+from awexd_transports.ranges import Ranges
+
+
+class Offered:
+    """One version that may be fetched from here (``base.Offer``)."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        memories: Mapping[int, Memory],
+        arrived: Mapping[int, Ranges] | None,
+        forget: Callable[[], None],
+    ) -> None:
+        self.subject = subject
+        self._memories = dict(memories)
+        if arrived is None:
+            self._arrived = {rank: Ranges([(0, memory.nbytes)]) for rank, memory in memories.items()}
+        else:
+            self._arrived = {rank: arrived[rank].copy() if rank in arrived else Ranges() for rank in memories}
+        self._forget = forget
+        self._changed = asyncio.Event()
+        self._users: dict[asyncio.Task[None], Link] = {}
+        self._busy: set[asyncio.Task[None]] = set()
+        self._idle, self._unused = asyncio.Event(), asyncio.Event()
+        self._idle.set()
+        self._unused.set()
+        self.withdrawn = False
+
+    def extend(self, rank: int, start: int, end: int) -> None:
+        self._arrived[rank].add(start, end)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def withdraw_unused(self) -> bool:
+        """Ends it at once if no connection is bound to it; whether that is so."""
+        if self._users:
+            return False
+        self.withdrawn = True
+        self._forget()
+        return True
+
+    async def unused(self) -> None:
+        """Returns once no connection is bound to it."""
+        await self._unused.wait()
+
+    async def withdraw(self, grace: float = 0.0) -> None:
+        self.withdrawn = True
+        self._forget()
+        for user in self._users.keys() - self._busy:
+            user.cancel()  # it says why, and ends
+        try:
+            async with asyncio.timeout(grace):
+                await self._idle.wait()
+        except TimeoutError:
+            for user in list(self._busy):
+                self._users[user].abort()
+            await self._idle.wait()
+
+    @contextmanager
+    def user(self, link: Link) -> Iterator[None]:
+        """For as long as the connection of the current task is bound to this version."""
+        task = _current()
+        self._users[task] = link
+        self._unused.clear()
+        try:
+            yield
+        finally:
+            del self._users[task]
+            if not self._users:
+                self._unused.set()
+
+    @contextmanager
+    def sending(self, rank: int) -> Iterator[Memory]:
+        """A rank's memory, which is in flight until this is left.
+
+        Raises:
+            VersionUnavailable: the version is withdrawn.
+        """
+        if self.withdrawn:
+            raise self.gone()
+        task = _current()
+        self._busy.add(task)
+        self._idle.clear()
+        try:
+            yield self._memories[rank]
+        finally:
+            self._busy.discard(task)
+            if not self._busy:
+                self._idle.set()
+
+    def check(self, piece: Piece) -> None:
+        """Raises ProtocolError for what is no part of this version."""
+        memory = self._memories.get(piece.rank)
+        if memory is None or piece.end > memory.nbytes:
+            raise ProtocolError(f"{self.subject} has no {piece} here")
+
+    async def arrives(self, piece: Piece, within: float) -> bool:
+        """Whether the piece is there, now or within that time."""
+        try:
+            async with asyncio.timeout(within):
+                while not self._arrived[piece.rank].covers(piece.offset, piece.end):
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def gone(self) -> VersionUnavailable:
+        return VersionUnavailable(f"{self.subject} was withdrawn")
+
+
+def _current() -> asyncio.Task[None]:
+    task = asyncio.current_task()
+    if task is None:
+        raise RuntimeError("a version is served by tasks")
+    return task
