@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 class Following:
-    """Follows until cancelled. ``close`` of nothing: its slots are given back when ``run`` has ended."""
+    """Follows until cancelled. When ``run`` has ended, nothing is written into any slot any more."""
 
     def __init__(self, service: Service, announcer: Announcer, serving: Serving | None, mapped: Mapped) -> None:
         self._service = service

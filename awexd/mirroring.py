@@ -39,6 +39,7 @@ from awexd_transports.segment import segment_nbytes
 RUN_SECONDS = 3600.0
 """For one source; a silent one is given up long before, by the transport's own watchdogs."""
 BACKOFF_SECONDS = (0.05, 2.0)
+UNSERVED_SECONDS = 5.0
 ALLOCATION_SECONDS = 600.0
 PEERS = PeerSettings(retries=0)
 """Another source, or another ticket, is what a failure is answered with here."""
@@ -245,10 +246,14 @@ class Bringing:
                 if fetcher.left < before:
                     pause, before = BACKOFF_SECONDS[0], fetcher.left
                 self._check_wanted()
-                unserved = isinstance(error, VersionUnavailable) and not self.source
+                unknown = "announce" in error.details  # this node itself, to a MetaServer that was started anew
+                unserved = isinstance(error, VersionUnavailable) and not self.source and not unknown
                 if unserved and not avoid:
                     self.phase = "a node that serves it to come"
-                    await self._means.service.changes.next(self._job.name)
+                    # Told by a change, which may have come before this: so it is asked again, too, now and then.
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(UNSERVED_SECONDS):
+                            await self._means.service.changes.next(self._job.name)
                     continue
                 self._failed(error)
                 if self.source:
