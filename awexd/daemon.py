@@ -25,27 +25,27 @@ from awexd.background import Background
 from awexd.budget import Budget
 from awexd.channel import Channel
 from awexd.config import Settings
-from awexd.control import Control
 from awexd.conversation import Conversation
-from awexd.engines import Engines
 from awexd.journal import Journal
-from awexd.lending import Lenders
 from awexd.listener import listening
 from awexd.memory import Memory
-from awexd.parking import Parking
-from awexd.phasing import Phasing
+from awexd.operations.control import Control
+from awexd.operations.engines import Engines
+from awexd.operations.lending import Lenders
+from awexd.operations.parking import Parking
+from awexd.operations.phasing import Phasing
+from awexd.operations.relay import Relay
+from awexd.operations.report import Report
+from awexd.operations.trainers import Trainers
 from awexd.protocol import Message, check_hello, hello
-from awexd.relay import Relay
-from awexd.report import Report
 from awexd.service import Service
 from awexd.store import Store
 from awexd.store.ledger import Session
 from awexd.systemd import Notifier, inherited_socket, keep_watchdog, watchdog_interval
-from awexd.trainers import Trainers
 from awexd_transports.errors import AccessDenied, AwexdError, InvalidArgument, ProtocolError
 
 if TYPE_CHECKING:
-    from awexd.among import Cluster
+    from awexd.nodes.among import Cluster
 
 HELLO_SECONDS = 10.0
 EXIT_GRACE_SECONDS = 0.2
@@ -168,7 +168,7 @@ class Daemon:
             if self._settings.listen is not None:
                 raise InvalidArgument("listen: other nodes find this one through a MetaServer; give its URL too")
             return None
-        from awexd.among import Cluster  # aiohttp: only where it is needed
+        from awexd.nodes.among import Cluster  # aiohttp: only where it is needed
 
         made = Cluster(self._service, self._settings)
         self._report.cluster, self._report.following = made.status, made.following

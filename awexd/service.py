@@ -1,7 +1,6 @@
 """How requests are carried out over one store, and what follows from a change of it.
 
-The operations are those of :mod:`awexd.trainers`, :mod:`awexd.lending`, :mod:`awexd.engines`, :mod:`awexd.report` and
-:mod:`awexd.control`.
+The operations are those of :mod:`awexd.operations`.
 """
 
 from __future__ import annotations

@@ -14,13 +14,13 @@ from collections.abc import Collection
 from typing import Any
 
 from awexd import access
-from awexd.announcing import Announcer
-from awexd.mapped import Mapped
-from awexd.metaclient import MetaClient
-from awexd.mirroring import PEERS, Bringing, Means
+from awexd.nodes.announcing import Announcer
+from awexd.nodes.mapped import Mapped
+from awexd.nodes.metaclient import MetaClient
+from awexd.nodes.mirroring import PEERS, Bringing, Means
+from awexd.nodes.serving import Serving
 from awexd.peers.tcp import Tcp
 from awexd.service import Service
-from awexd.serving import Serving
 from awexd.store.mirroring import NOTHING
 from awexd.store.model import Job, Listing, Mirror, VersionKey, describe_ranks
 from awexd_transports.errors import (

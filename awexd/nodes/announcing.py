@@ -20,7 +20,7 @@ from typing import Any
 from awexd import __version__
 from awexd.background import Signals
 from awexd.config import Settings
-from awexd.metaclient import MetaClient, tls_context, token_for
+from awexd.nodes.metaclient import MetaClient, tls_context, token_for
 from awexd.service import Service
 from awexd.store.model import Engine, Job, VersionKey
 from awexd.tickets import KEY_BYTES

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from awexd.mapped import Mapped
+from awexd.nodes.mapped import Mapped
 from awexd.peers.offers import Offered
 from awexd.peers.server import TcpServer
 from awexd.service import Service

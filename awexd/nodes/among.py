@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from awexd.announcing import Announcer
 from awexd.config import Settings
-from awexd.following import Following
-from awexd.mapped import Mapped
-from awexd.mirroring import PEERS
+from awexd.nodes.announcing import Announcer
+from awexd.nodes.following import Following
+from awexd.nodes.mapped import Mapped
+from awexd.nodes.mirroring import PEERS
+from awexd.nodes.serving import Serving
 from awexd.peers.tcp import Tcp
 from awexd.service import Service
-from awexd.serving import Serving
 from awexd.store.model import Job
 from awexd_transports.errors import InvalidArgument
 

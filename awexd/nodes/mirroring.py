@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from awexd.adoption import header_of
-from awexd.announcing import Announcer
-from awexd.mapped import Mapped
-from awexd.metaclient import MetaClient
+from awexd.nodes.announcing import Announcer
+from awexd.nodes.mapped import Mapped
+from awexd.nodes.metaclient import MetaClient
+from awexd.nodes.serving import Serving
 from awexd.peers.cells import Cells
 from awexd.peers.fetcher import Fetcher
 from awexd.peers.offers import Offered
 from awexd.peers.settings import PeerSettings
 from awexd.peers.threads import in_thread
 from awexd.service import Service
-from awexd.serving import Serving
 from awexd.store import Segment, Version, Wait
 from awexd.store.model import Job, Listing, Mirror, VersionKey
 from awexd_transports.base import Memory, Source, Subject, Transport

@@ -1,0 +1,1 @@
+"""This daemon among those of other nodes: announced to the MetaServer, serving versions, bringing them here."""
