@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from awexd import __version__
 from awexd_transports.errors import AwexdError
@@ -85,9 +86,8 @@ def _metaserver(arguments: argparse.Namespace) -> int:
     from awexd.metaserver.config import load
     from awexd.metaserver.server import run
 
-    given = {key: value for key, value in vars(arguments).items() if key not in ("command", "config")}
-    settings = load(given, os.environ, arguments.config)
-    logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    settings = load(_given(arguments), os.environ, arguments.config)
+    _log_at(settings.log_level)
     run(settings, os.environ)
     return 0
 
@@ -96,8 +96,16 @@ def _serve(arguments: argparse.Namespace) -> int:
     from awexd.config import load
     from awexd.daemon import run
 
-    given = {key: value for key, value in vars(arguments).items() if key not in ("command", "config")}
-    settings = load(given, os.environ, arguments.config)
-    logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    settings = load(_given(arguments), os.environ, arguments.config)
+    _log_at(settings.log_level)
     run(settings, os.environ)
     return 0
+
+
+def _given(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The settings among them."""
+    return {key: value for key, value in vars(arguments).items() if key not in ("command", "config")}
+
+
+def _log_at(level: str) -> None:
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

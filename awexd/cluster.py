@@ -14,8 +14,8 @@ from typing import Any
 
 import orjson
 
-from awexd.ctl import ago, print_events, table
-from awexd.metaclient import MetaClient, tls_context, token_for
+from awexd.ctl import ago, engine_line, print_events, table
+from awexd.nodes.metaclient import MetaClient, tls_context, token_for
 from awexd_transports.errors import AwexdError
 
 WAIT_MS = 30_000
@@ -114,10 +114,5 @@ def _job_lines(job: Answer) -> list[str]:
         f"  step {step} is being written: {sealed} of {brief['world_size']} sealed" for step, _, sealed in brief["open"]
     ]
     for engine in job["engines"]:
-        workers = ", ".join(
-            f"{worker['rank']} {worker['state']}"
-            + (f" {worker['version'][0]}.{worker['version'][1]}" if worker["version"] else "")
-            for worker in engine["workers"]
-        )
-        lines.append(f"  engine {engine['engine']} on {engine['node']} ({engine['world_size']} workers): {workers}")
+        lines.append("  " + engine_line(engine, where=f" on {engine['node']}"))
     return lines

@@ -219,15 +219,20 @@ def _status(answer: Answer) -> list[str]:
             for pin in job["pinned"]
         ]
         for engine in job["engines"]:
-            workers = ", ".join(
-                f"{worker['rank']} {worker['state']}"
-                + (f" {worker['version'][0]}.{worker['version'][1]}" if worker["version"] else "")
-                for worker in engine["workers"]
-            )
-            lines.append(f"  engine {engine['engine']} ({engine['world_size']} workers): {workers}")
+            lines.append(f"  {engine_line(engine)}")
             for worker in engine["workers"]:
                 lines += [f"    rank {worker['rank']} {text}" for text in _told_of(worker)]
     return lines
+
+
+def engine_line(engine: Answer, where: str = "") -> str:
+    """An engine and the version that each of its workers has."""
+    workers = ", ".join(
+        f"{worker['rank']} {worker['state']}"
+        + (f" {worker['version'][0]}.{worker['version'][1]}" if worker["version"] else "")
+        for worker in engine["workers"]
+    )
+    return f"engine {engine['engine']}{where} ({engine['world_size']} workers): {workers}"
 
 
 def _elsewhere(told: Answer | None) -> list[str]:

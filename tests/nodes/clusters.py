@@ -16,6 +16,7 @@ from typing import Any, Self
 import pytest
 
 from tests.daemons import Daemon
+from tests.e2e.test_resharding import OPEN_READER
 from tests.e2e.workers.processes import Process, RemoteError, together
 from tests.metaserver.servers import MetaServer
 
@@ -25,11 +26,6 @@ OPEN_WRITER = """
 rank = weights.Rank("writer", {rank}, {size})
 writer = WeightWriter({job!r}, {rank}, {size}, {socket!r}, verify={verify!r}, epoch={epoch!r}, mode="host")
 writer.register(rank.shards)
-"""
-OPEN_READER = """
-held = weights.Rank("reader", {rank}, {size})
-reader = WorkerWeightsReader({job!r}, {engine!r}, {rank}, {size}, {socket!r}, verify={verify!r})
-reader.register(held.shards)
 """
 PUBLISH = """
 rank.fill({value})
