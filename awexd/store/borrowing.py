@@ -28,7 +28,9 @@ def choice_of(job: Job, step: int) -> Choice | None:
     attempt = job.attempts.get(step)
     if job.choice is not None and job.choice.step == step:
         return job.choice
-    return Choice(step, attempt.borrowed, "as its other ranks") if attempt is not None else None
+    if attempt is None:
+        return None
+    return Choice(step, attempt.borrowed, _unable(job) or "as its other ranks")
 
 
 def choose(job: Job, step: int, mode: str, now: float) -> Choice | Wait:
@@ -47,9 +49,9 @@ def choose(job: Job, step: int, mode: str, now: float) -> Choice | Wait:
 
 def _why_not(job: Job, now: float) -> str | None:
     """Why this step goes through host memory, whatever ranks will still declare."""
-    unable = [rank for rank in range(job.world_size) if job.lent(rank) is None and not _will_lend(job, rank)]
-    if unable:
-        return f"{describe_ranks(unable)} cannot lend its GPU memory"
+    unable = _unable(job)
+    if unable is not None:
+        return unable
     if job.abroad:
         return "an engine is on another node"
     workers = [(engine, worker) for engine in job.engines.values() for worker in engine.workers.values()]
@@ -65,6 +67,11 @@ def _why_not(job: Job, now: float) -> str | None:
         if not engine.waits(worker, now):
             return f"{_named(engine, worker)} does not wait for it"
     return None
+
+
+def _unable(job: Job) -> str | None:
+    ranks = [rank for rank in range(job.world_size) if job.lent(rank) is None and not _will_lend(job, rank)]
+    return f"{describe_ranks(ranks)} cannot lend its GPU memory" if ranks else None
 
 
 def _will_lend(job: Job, rank: int) -> bool:

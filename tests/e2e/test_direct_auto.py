@@ -40,15 +40,19 @@ def test_first_step_of_two_ranks_is_lent_whichever_comes_first(node: Node, first
     together(ranks, [CAPTURED] * 2)
 
 
-def test_rank_that_cannot_lend_says_so_at_once(node: Node) -> None:
+@pytest.mark.parametrize("able", ["beside", "last"])
+def test_rank_that_cannot_lend_says_so_at_once(node: Node, able: str) -> None:
     ranks, engine = two_ranks(node, refuse=("handle",)), node.engine(rows=6)
     for step in (1, 2):
         engine.start(UPDATE.format(step))
         node.await_engine_waits()
-        ranks[0].start(PUBLISH.format(step))
+        if able != "last":
+            ranks[0].start(PUBLISH.format(step))
         mode, reason = ranks[1].do(PUBLISH.format(step))
         assert mode == "host"
         assert "expandable_segments" in reason
+        if able == "last":
+            ranks[0].start(PUBLISH.format(step))
         mode, reason = ranks[0].finish()
         assert mode == "host"
         assert "rank 1" in reason
