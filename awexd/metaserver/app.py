@@ -10,10 +10,12 @@ from collections.abc import Callable, Coroutine
 from importlib import resources
 from typing import Any, NamedTuple
 
+import msgspec
 import orjson
 
 from awexd import __version__
 from awexd.metaserver import metrics, schema, views
+from awexd.metaserver.bodies import Body
 from awexd.metaserver.http import Connection, Head, Refused, Server, not_found, unauthorized
 from awexd.metaserver.manifests import Manifests, check_body, unpacked_bytes
 from awexd.metaserver.model import Held, Piece, Report
@@ -37,7 +39,6 @@ _LOOPBACK_NAMES = ("localhost", "ip6-localhost")
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\[\]]+))(?::\d+)?")
 
 Outcome = bytes | Coroutine[Any, Any, bytes] | None
-Body = dict[str, Any]
 
 
 class Routed(NamedTuple):
@@ -89,7 +90,7 @@ class App:
         """
         operation, places = self._router.find(head.method, head.path)
         self._check_caller(head, operation)
-        if operation.body is not None:
+        if operation.read is not None:
             kind = head.headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":  # a web page cannot send that elsewhere without being asked
                 raise Refused(415, "Content-Type: application/json is wanted", "invalid_argument")
@@ -113,13 +114,7 @@ class App:
     def handle(self, connection: Connection, head: Head, routed: Routed, body: bytes) -> Outcome:
         """Answers a request as far as it goes now."""
         operation = routed.operation
-        value: Any = body
-        if operation.body is not None:
-            try:
-                value = orjson.loads(body)
-            except orjson.JSONDecodeError as error:
-                raise InvalidArgument(f"the body is not JSON: {error}") from error
-            operation.check(value)
+        value: Any = body if operation.read is None else operation.read(body)
         try:
             return self._routes[operation.name](connection, routed, value)
         finally:
@@ -371,7 +366,7 @@ class App:
         return self._told({"withdrawn": self._state.roll_back(routed.job, body["step"])}, routed.job)
 
 
-def _by_rank(rows: list[list[Any]]) -> dict[int, list[Any]]:
+def _by_rank(rows: list[tuple[Any, ...]]) -> dict[int, list[Any]]:
     """
     Raises:
         InvalidArgument: a rank twice.
@@ -392,9 +387,10 @@ def _report_of(body: Body) -> Report:
     held = tuple(_held(one) for one in body["versions"])
     if len(held) > 1 and len({one.key for one in held}) < len(held):
         raise InvalidArgument("body: a version twice")
-    used = frozenset([worker["digest"] for engine in body["engines"] for worker in engine["workers"]])
+    engines = msgspec.to_builtins(body["engines"])
+    used = frozenset([worker["digest"] for engine in engines for worker in engine["workers"]])
     more = frozenset(body["withdrawn"]), frozenset((epoch, step) for epoch, step in body["fetching"])
-    return Report(local, body["epoch"], size, body["keep"], ranks, held, tuple(body["engines"]), used, *more)
+    return Report(local, body["epoch"], size, body["keep"], ranks, held, tuple(engines), used, *more)
 
 
 def _held(one: Body) -> Held:
