@@ -134,6 +134,9 @@ class Channel:
         self._sock.close()
 
     def _readable(self, take: Callable[[Message, list[int]], None]) -> None:
+        """Takes what one read gives, and looks again: of a connection that was reset libuv tells only once."""
+        if self._ended is not None:
+            return
         try:
             data, ancillary, flags, _ = self._sock.recvmsg(RECEIVE_BYTES, ANCILLARY_BYTES, _CLOSED_BY_EXEC)
         except (BlockingIOError, InterruptedError):
@@ -162,6 +165,7 @@ class Channel:
         self._held_back = False
         if self._outbox and not self._writing:
             self._flush()
+        self._loop.call_soon(self._readable, take)
 
     def _flush(self) -> None:
         while self._outbox:

@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from awexd.protocol import encode
+from awexd.protocol import RECEIVE_BYTES, encode
 from awexd_transports.errors import DeadlineExceeded, VersionConflict
 from tests.attacks.raw import DONE, Raw, RawWriter, reader, until, writer
 from tests.daemons import Daemon
@@ -87,6 +88,20 @@ def test_closed_connection_of_a_living_process_ends_its_session_and_its_memory_i
             slots = [second.publish(step)["segment"] for step in range(1, 4)]
             os.pwrite(fd, b"late", 4096)
             assert slot not in slots
+
+
+def test_connection_that_is_reset_with_more_queued_than_one_read_takes_ends_its_session(daemon: Daemon) -> None:
+    """Closed with an answer unread, which the kernel tells the other side as an error, not as an end."""
+    raw = Raw(daemon.socket)
+    raw.ask("status")
+    select.select([raw.sock], [], [], 10)
+    os.kill(daemon.pid, signal.SIGSTOP)
+    try:
+        raw.sock.sendall(struct.pack("<I", 4 * RECEIVE_BYTES) + bytes(2 * RECEIVE_BYTES))  # nothing to be answered
+        raw.close()
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)
+    until(daemon.socket, lambda status: status["sessions"] == 1)
 
 
 def test_goodbye_says_that_nothing_is_mapped(daemon: Daemon) -> None:
