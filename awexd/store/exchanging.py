@@ -129,9 +129,10 @@ class Exchanges:
         workers: list[Member] = []
         for engine in job.engines.values():
             come = self._come(engine, version)
-            if come and _coming(engine, version, come, leases):
+            late = _late(engine, version, come, leases)
+            if late and all(late.values()):
                 return None
-            workers += come
+            workers += [] if late else come
         if not workers:
             return None
         members = [*offering, *sorted(workers, key=lambda one: (one.engine, one.rank))]
@@ -153,8 +154,7 @@ class Exchanges:
         ranks = {one.rank for one in waiting if not one.engine and one.attempt == version.attempt}
         missing = [f"writer rank {rank}" for rank in range(job.world_size) if rank not in ranks]
         for engine in job.engines.values():
-            come = self._come(engine, version)
-            missing += _coming(engine, version, come, leases) if come else []
+            missing += _late(engine, version, self._come(engine, version), leases)
         return f"{', '.join(missing[:4]) or 'an engine'} to take part in the exchange of {version}"
 
     def _come(self, engine: Engine, version: Version) -> list[Member]:
@@ -176,16 +176,22 @@ class Exchanges:
         return group, True
 
 
-def _coming(engine: Engine, version: Version, come: list[Member], leases: Mapping[str, Lease]) -> list[str]:
-    """Of an engine some of whose workers have come: those that are still to come, in words."""
+def _late(engine: Engine, version: Version, come: list[Member], leases: Mapping[str, Lease]) -> dict[str, bool]:
+    """The workers that an engine still lacks for an exchange, in words, and whether each is on its way to it.
+
+    None where the engine is not updating to that version. Whoever is on its way is waited for by other engines too.
+    """
     ranks = {one.rank for one in come}
     leased = {lease.session for lease in leases.values() if lease.key == version.key and not lease.stage}
-    late = [
-        f"rank {worker.rank} of engine {engine.name}" + (f" ({worker.failure.message})" if worker.failure else "")
+    if not come and leased.isdisjoint(worker.session for worker in engine.workers.values()):
+        return {}
+    late = {
+        f"rank {worker.rank} of engine {engine.name}"
+        + (f" ({worker.failure.message})" if worker.failure else ""): worker.session in leased
         for worker in engine.workers.values()
         if worker.rank not in ranks and (worker.version != version.key or worker.session in leased)
-    ]
-    return late + [f"rank {rank} of engine {engine.name} (not registered)" for rank in engine.absent]
+    }
+    return late | {f"rank {rank} of engine {engine.name} (not registered)": False for rank in engine.absent}
 
 
 def _backend(members: Iterable[Member]) -> str:

@@ -99,7 +99,10 @@ class Offerer(Lender):
             super().end(publication, deadline.left(), at_once=at_once)
         except VersionConflict:
             serving = self._serving
-            if serving is None or serving.error is None or serving.publication._attempt != publication._attempt:
+            if serving is None or serving.publication._attempt != publication._attempt:
+                raise
+            # Another rank may have found the same wrong a moment earlier, and taken the version back.
+            if not serving.ended(min(ABORT_SECONDS, deadline.left())) or serving.error is None:
                 raise
             raise serving.error from None
         self._stop(deadline)
