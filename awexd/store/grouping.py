@@ -92,7 +92,7 @@ class Grouping(Lending):
         if member.session in exchange.done:
             return None
         _check(exchange)
-        return Wait(job.name, lambda: f"the exchange with {exchange.others(exchange.done)}")
+        return Wait(job.name, lambda: f"the exchange with {exchange.others({*exchange.done, session.id})}")
 
     def end_part(self, session: Session, number: int, why: str | None) -> None:
         """The session's part is done, or (``why``) came to nothing, and the exchange with it."""
