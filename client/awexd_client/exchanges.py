@@ -112,7 +112,7 @@ class Exchanges:
         if joined.fresh:
             self._groups[joined.group] = _group_of(joined, device)
         group, ring = self._groups.get(joined.group), self._ring(device if joined.backend == "nccl" else None)
-        mover = _Mover(connection, joined, group, ring, prepare, guard, deadline)
+        mover = _Mover(connection, joined, group, ring, self._ring_bytes, prepare, guard, deadline)
         self.made += joined.fresh
         try:
             connection.call("group.watch", {"exchange": joined.exchange}, timeout=deadline.left())
@@ -150,13 +150,15 @@ class _Mover(threading.Thread):
         joined: Joined,
         group: Group | None,
         ring: Ring,
+        ring_bytes: int,
         prepare: Prepare,
         guard: Guard,
         deadline: Deadline,
     ) -> None:
         super().__init__(name="awexd-exchange", daemon=True)
         self.error: BaseException | None = None
-        self._connection, self._joined, self._ring = connection, joined, ring
+        self._connection, self._joined = connection, joined
+        self._ring, self._ring_bytes = ring, ring_bytes
         self._group, self._prepare, self._guard, self._deadline = group, prepare, guard, deadline
         self.start()
 
@@ -190,7 +192,7 @@ class _Mover(threading.Thread):
         if joined.fresh:
             group.connect(self._address(group), self._deadline.left())
         share = self._prepare(self._ring, joined)
-        terms = {"format": FORMAT, "ring": 2 * self._ring.room, "plans": share.plans}
+        terms = {"format": FORMAT, "ring": self._ring_bytes, "plans": share.plans}
         self._ask("group.agree", **terms)
         try:
             self._ring.begin()

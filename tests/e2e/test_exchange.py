@@ -23,7 +23,7 @@ def test_any_number_of_ranks_to_any_other(
     crew.close()
 
 
-@pytest.mark.parametrize("ring", [512, 1 << 16, 1 << 26])
+@pytest.mark.parametrize("ring", [768, 1 << 16, 1 << 28])
 def test_any_ring(daemon: Daemon, fork: Fork, ring: int) -> None:
     crew = Crew(daemon, fork, 2, [3], ring=ring)
     for step in range(1, 4):
@@ -165,7 +165,7 @@ def test_casts_and_the_long_form_are_refused(daemon: Daemon, fork: Fork) -> None
     with pytest.raises(RemoteError, match="use publish"):
         trainer.do("writer.begin(1)")
     with pytest.raises(RemoteError, match="ring_bytes"):
-        trainer.do(f'WeightWriter("grpo", 0, 1, {daemon.socket!r}, transport="nccl", ring_bytes=100)')
+        trainer.do(f'WeightWriter("grpo", 0, 1, {daemon.socket!r}, transport="nccl", ring_bytes=700)')
     trainer.do("writer.close()")
 
 

@@ -164,7 +164,7 @@ def test_daemon_is_killed_in_the_middle(daemon: Daemon, fork: Fork) -> None:
 def test_offload_takes_back_what_is_being_sent(daemon: Daemon, fork: Fork) -> None:
     """Memory that is given back is sent to nobody any more."""
     trainer, engine = fork(), fork()
-    given = f'{daemon.socket!r}, transport="nccl", ring_bytes=1024'
+    given = f'{daemon.socket!r}, transport="nccl", ring_bytes=1536'
     trainer.do(
         "live = {name: torch.full((3000,), 2.0) for name in 'ab'}\n"
         f'writer = WeightWriter("grpo", 0, 1, {given})\nwriter.register(live)'

@@ -18,7 +18,7 @@ from awexd_transports.collective.base import Guard, Lost, Wait
 from awexd_transports.collective.chunks import TAIL, Chunk, chunks
 from awexd_transports.collective.flow import Flow, Load
 from awexd_transports.collective.gloo import GlooGroup, address_of
-from awexd_transports.collective.rings import HALVES, HostRing, room_of
+from awexd_transports.collective.rings import SLOTS, HostRing, room_of
 from awexd_transports.collective.rounds import readers_of, writers_of
 from awexd_transports.errors import InvalidArgument, ManifestMismatch
 from awexd_transports.layout import ALIGNMENT
@@ -69,9 +69,9 @@ def test_every_pair_meets_once_and_nobody_waits_in_a_circle(writers: int, reader
 
 
 def test_ring_that_is_too_small_is_refused() -> None:
-    assert room_of(HALVES * ALIGNMENT) == ALIGNMENT
+    assert room_of(SLOTS * ALIGNMENT) == ALIGNMENT
     with pytest.raises(InvalidArgument, match="ring_bytes"):
-        room_of(HALVES * ALIGNMENT - 1)
+        room_of(SLOTS * ALIGNMENT - 1)
 
 
 class Pipe:
@@ -118,7 +118,7 @@ def _sides(ring_bytes: int) -> tuple[Side, Side, Flow, Flow, np.ndarray[Any, Any
     return of, to, sending, receiving, tails[1]
 
 
-@pytest.mark.parametrize("ring_bytes", [512, 1536, 1 << 20])
+@pytest.mark.parametrize("ring_bytes", [768, 2304, 1 << 20])
 def test_flows_bring_every_element_and_what_follows(ring_bytes: int) -> None:
     of, to, sending, receiving, tail = _sides(ring_bytes)
     pipe, touched = Pipe(), list[int]()
@@ -131,7 +131,7 @@ def test_flows_bring_every_element_and_what_follows(ring_bytes: int) -> None:
 
 
 def test_stopped_guard_lets_nothing_be_touched() -> None:
-    _, to, sending, receiving, _ = _sides(512)
+    _, to, sending, receiving, _ = _sides(768)
     pipe, guard = Pipe(), Guard()
     sending.send(pipe, Guard(), lambda: 5.0)
     guard.stop()

@@ -1,6 +1,6 @@
-"""What one half of a ring takes at once: boxes, cut and packed. Pure; both sides of a pair cut alike.
+"""What one slot of a ring takes at once: boxes, cut and packed. Pure; both sides of a pair cut alike.
 
-Whoever sends gathers a chunk's parts into a half, whoever receives scatters them from there: what is large is cut, what
+Whoever sends gathers a chunk's parts into a slot, whoever receives scatters them from there: what is large is cut, what
 is small shares a chunk with others, whatever the boxes' strides are on either side.
 """
 
@@ -15,13 +15,13 @@ from awexd_transports.layout import ALIGNMENT
 FORMAT = 1
 """Raised whenever the same boxes are cut otherwise."""
 TAIL = 8
-"""A box is not cut to fill less than this part of a half."""
+"""A box is not cut to fill less than one part in so many of a slot."""
 
 Place = tuple[int, ...]
 
 
 class Part(NamedTuple):
-    """A part of box number ``box``, from ``low`` to ``high`` in it, ``at`` so many bytes into the half."""
+    """A part of box number ``box``, from ``low`` to ``high`` in it, ``at`` so many bytes into the slot."""
 
     box: int
     low: Place

@@ -1,7 +1,7 @@
 """What one member of an exchange sends, or receives: prepared once for the same partners, run every step.
 
-Chunks go in the order of ``rounds``, through the halves of a ring by turns. A sender fills one half while the other is
-on its way; a receiver empties one while the next is arriving.
+Chunks go in the order of ``rounds``, through the slots of a ring by turns. A sender fills one while others are on their
+way; a receiver empties one while the next are arriving.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from awexd_transports.collective.base import Group, Guard, Wait
 from awexd_transports.collective.chunks import Part, chunks
-from awexd_transports.collective.rings import HALVES, Bytes, Pairs, Ring, compared
+from awexd_transports.collective.rings import SLOTS, Bytes, Pairs, Ring, compared
 from awexd_transports.copy import Difference
 from awexd_transports.errors import ManifestMismatch
 from awexd_transports.view import View
@@ -40,7 +40,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """One message. ``run``: fills or empties its half, and gives what that has to come before."""
+    """One message. ``run``: fills or empties its slot, and gives what that has to come before."""
 
     peer: int
     nbytes: int
@@ -81,7 +81,7 @@ class Flow:
         """
         sent: deque[Wait] = deque()
         for number, item in enumerate(self._items):
-            if len(sent) == HALVES:
+            if len(sent) == SLOTS:
                 sent.popleft()()
             with guard.touching():
                 filled = item.run()
@@ -104,13 +104,13 @@ class Flow:
                 coming.append(group.receive(item.peer, memory, emptied, left()))
 
         coming: deque[Wait] = deque()
-        for number in range(HALVES):
+        for number in range(SLOTS):
             post(number, None)
         for number, item in enumerate(self._items):
             coming.popleft()()
             with guard.touching():
                 emptied = item.run()
-            post(number + HALVES, emptied)
+            post(number + SLOTS, emptied)
         self._ring.finish()
 
     def _pair(self, load: Load, part: Part) -> tuple[View, View]:

@@ -1,4 +1,4 @@
-"""The memory that an exchange goes through on each side: two halves, of which one moves while the other is copied."""
+"""The memory that an exchange goes through on each side: slots, of which some move while another is copied."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from awexd_transports.view import View
 if TYPE_CHECKING:
     import torch
 
-RING_BYTES = 64 << 20
-HALVES = 2
+RING_BYTES = 192 << 20
+SLOTS = 3
+"""While one is copied, one is on its way and one is ready to go: nothing waits for the host to notice."""
 Pairs = Sequence[tuple[View, View]]
 """Destination and source of each copy."""
 Bytes = npt.NDArray[np.uint8]
@@ -27,33 +28,33 @@ Bytes = npt.NDArray[np.uint8]
 
 class Copies(Protocol):
     def run(self, number: int) -> Any:
-        """The copies of that chunk; what has to come before its half is used for anything else."""
+        """The copies of that chunk; what has to come before its slot is used for anything else."""
         ...
 
 
 class Ring(Protocol):
-    """``room``: bytes of a half."""
+    """``room``: bytes of a slot."""
 
     room: int
 
     def memory(self, number: int, nbytes: int) -> torch.Tensor:
-        """The beginning of the half that takes the chunk of that number."""
+        """The beginning of the slot that takes the chunk of that number."""
         ...
 
     def view(self, number: int, at: int, like: View) -> View:
-        """Where in that half a part lies that has the shape of ``like``, packed."""
+        """Where in that slot a part lies that has the shape of ``like``, packed."""
         ...
 
     def copies(self, chunks: Sequence[Pairs]) -> Copies:
-        """Prepared copies between halves and tensors."""
+        """Prepared copies between slots and tensors."""
         ...
 
     def write(self, number: int, data: Bytes) -> Any:
-        """Fills a half's beginning from host memory; returns as ``Copies.run``."""
+        """Fills a slot's beginning from host memory; returns as ``Copies.run``."""
         ...
 
     def read(self, number: int, into: Bytes) -> None:
-        """Copies a half's beginning to host memory."""
+        """Copies a slot's beginning to host memory."""
         ...
 
     def begin(self) -> None:
@@ -68,11 +69,11 @@ class Ring(Protocol):
 def room_of(ring_bytes: int) -> int:
     """
     Raises:
-        InvalidArgument: too small for two aligned halves.
+        InvalidArgument: too small for that many aligned slots.
     """
-    room = ring_bytes // HALVES // ALIGNMENT * ALIGNMENT
+    room = ring_bytes // SLOTS // ALIGNMENT * ALIGNMENT
     if room <= 0:
-        raise InvalidArgument(f"ring_bytes must be at least {HALVES * ALIGNMENT}, not {ring_bytes}")
+        raise InvalidArgument(f"ring_bytes must be at least {SLOTS * ALIGNMENT}, not {ring_bytes}")
     return room
 
 
@@ -89,14 +90,14 @@ class HostRing:
         self.room = room_of(ring_bytes)
         self._sharing = sharing
         with torch.inference_mode(False):
-            self._halves = [torch.empty(self.room, dtype=torch.uint8) for _ in range(HALVES)]
+            self._slots = [torch.empty(self.room, dtype=torch.uint8) for _ in range(SLOTS)]
 
     def memory(self, number: int, nbytes: int) -> torch.Tensor:
-        return self._halves[number % HALVES][:nbytes]
+        return self._slots[number % SLOTS][:nbytes]
 
     def view(self, number: int, at: int, like: View) -> View:
-        half = self._halves[number % HALVES]
-        return View.packed(half.data_ptr() + at, like.shape, like.dtype, half)
+        slot = self._slots[number % SLOTS]
+        return View.packed(slot.data_ptr() + at, like.shape, like.dtype, slot)
 
     def copies(self, chunks: Sequence[Pairs]) -> Copies:
         return _Tables([CopyTable(chunk) for chunk in chunks], self._sharing)
@@ -132,15 +133,15 @@ class DeviceRing:
         self._device = device
         with torch.inference_mode(False):
             where = f"cuda:{device}"
-            self._halves = [torch.empty(self.room, dtype=torch.uint8, device=where) for _ in range(HALVES)]
+            self._slots = [torch.empty(self.room, dtype=torch.uint8, device=where) for _ in range(SLOTS)]
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def memory(self, number: int, nbytes: int) -> torch.Tensor:
-        return self._halves[number % HALVES][:nbytes]
+        return self._slots[number % SLOTS][:nbytes]
 
     def view(self, number: int, at: int, like: View) -> View:
-        half = self._halves[number % HALVES]
-        return replace(View.packed(half.data_ptr() + at, like.shape, like.dtype, half), device=self._device)
+        slot = self._slots[number % SLOTS]
+        return replace(View.packed(slot.data_ptr() + at, like.shape, like.dtype, slot), device=self._device)
 
     def copies(self, chunks: Sequence[Pairs]) -> Copies:
         return _Launches(Gather(chunks, f"cuda:{self._device}"), self._stream)
