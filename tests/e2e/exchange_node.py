@@ -12,12 +12,12 @@ from tests.e2e.workers.processes import Process, together
 Fork = Callable[[], Process]
 
 WRITER = """
-rank = weights.Rank("writer", {rank}, {size})
+rank = weights.Rank("writer", {rank}, {size}, {device!r})
 writer = WeightWriter({job!r}, {rank}, {size}, {socket!r}, transport="nccl", verify={verify!r}, ring_bytes={ring})
 writer.register(rank.shards)
 """
 READER = """
-held = weights.Rank("reader", {rank}, {size})
+held = weights.Rank("reader", {rank}, {size}, {device!r})
 reader = WorkerWeightsReader(
     {job!r}, {engine!r}, {rank}, {size}, {socket!r}, transport="nccl", verify={verify!r}, ring_bytes={ring}
 )
@@ -37,13 +37,18 @@ result = [done.step, held.wrong({step}), done.transport, reader.state, reader._t
 STANDS = "result = [reader.state, reader.version, held.wrong({step})]"
 FAULT = """
 from awexd_transports.collective.gloo import GlooGroup
-whole, left = GlooGroup.{call}, [{after}]
-def {call}(self, *given):
-    left[0] -= 1
-    if not left[0]:
-        os.kill(os.getpid(), signal.{signal})
-    return whole(self, *given)
-GlooGroup.{call} = {call}
+from awexd_transports.collective.nccl import NcclGroup
+left = [{after}]
+def {call}_of(group):
+    whole = group.{call}
+    def {call}(self, *given):
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), signal.{signal})
+        return whole(self, *given)
+    group.{call} = {call}
+{call}_of(GlooGroup)
+{call}_of(NcclGroup)
 """
 """The process sends itself a signal when it begins its n-th message."""
 SECONDS = 30
@@ -54,6 +59,7 @@ class Crew:
 
     Args:
         ring: bytes; small ones make many messages of small tensors.
+        devices: of each process, writers first; those beyond the last have the first one's.
     """
 
     def __init__(
@@ -66,25 +72,33 @@ class Crew:
         verify: str = "checksum",
         ring: int = 2048,
         job: str = "grpo",
+        devices: Sequence[str] = ("cpu",),
     ) -> None:
         self.daemon, self.fork = daemon, fork
+        self._devices, self._first = devices, devices[0]
         self.given = {"job": job, "socket": daemon.socket, "verify": verify, "ring": ring}
         self.writers = [fork() for _ in range(writers)]
-        together(self.writers, [self.writer(rank, writers) for rank in range(writers)])
+        sources = [self.writer(rank, writers, device=self._next_device()) for rank in range(writers)]
+        together(self.writers, sources)
         self.engines: dict[str, list[Process]] = {}
         for size in engines:
             self.add(f"e{len(self.engines)}", size)
 
     def writer(self, rank: int, size: int, **more: object) -> str:
-        return WRITER.format(**self.given | {"rank": rank, "size": size} | more)
+        return WRITER.format(**self.given | {"rank": rank, "size": size, "device": self._first} | more)
 
     def reader(self, engine: str, rank: int, size: int, **more: object) -> str:
-        return READER.format(**self.given | {"engine": engine, "rank": rank, "size": size} | more)
+        given = {"engine": engine, "rank": rank, "size": size, "device": self._first}
+        return READER.format(**self.given | given | more)
 
     def add(self, engine: str, size: int) -> list[Process]:
         self.engines[engine] = workers = [self.fork() for _ in range(size)]
-        together(workers, [self.reader(engine, rank, size) for rank in range(size)])
+        together(workers, [self.reader(engine, rank, size, device=self._next_device()) for rank in range(size)])
         return workers
+
+    def _next_device(self) -> str:
+        device, *self._devices = self._devices or [self._first]
+        return device
 
     @property
     def workers(self) -> list[Process]:
