@@ -118,11 +118,14 @@ class Grouping(Lending):
             if version is None and any(one.number == member.attempt for one in job.attempts.values()):
                 (step,) = (step for step, one in job.attempts.items() if one.number == member.attempt)
                 return job, writing.committed(job, job.epoch, step, member.attempt)
-            return job, version if version is not None and not version.withdrawn else None
+            offered = version is not None and version.exchanged and not version.withdrawn
+            return job, version if offered else None
         lease = self.leases.get(member.lease)
         version = job.versions.get(lease.key) if lease is not None and lease.session == session.id else None
         if version is None or version.withdrawn:
             raise VersionUnavailable(f"{job.name}: the version of this update was taken back", {"exchange": 0})
+        if not version.exchanged:
+            raise InvalidArgument(f"{job.name}: {version} is read, not exchanged")
         return job, version
 
 

@@ -150,7 +150,8 @@ class Offerer(Lender):
         known = self._offered
         if known is None or known.holding is not holding or known.layout is not layout:
             self._offered = known = _Offered(holding, layout, layout.sources(holding))
-            self._shares.clear()
+            for kept in (self._shares, self._plans, self._manifests):
+                kept.clear()
         return known
 
     def share(self, ring: Ring, joined: Joined, offered: _Offered, used: Connection) -> Sending:

@@ -186,3 +186,27 @@ def test_parameters_that_change_before_captured_are_found_by_their_checksums(dae
     assert engine.do("result = [reader.state, reader.version]") == ["dirty", None]
     trainer.start("")
     trainer.kill()
+
+
+def test_engine_that_is_driven_by_its_control_process(daemon: Daemon, fork: Fork) -> None:
+    crew = Crew(daemon, fork, 1, [])
+    (trainer,), engine = crew.writers, fork()
+    engine.do(
+        f"import threading\nheld = [weights.Rank('reader', rank, 2) for rank in range(2)]\n"
+        f"readers = [WorkerWeightsReader('grpo', 'e', rank, 2, {daemon.socket!r}, transport='nccl', ring_bytes=2048)"
+        " for rank in range(2)]\n"
+        "for reader, own in zip(readers, held): reader.register(own.shards)\n"
+        f"instance = WeightReader('grpo', 'e', readers, {daemon.socket!r})"
+    )
+    for step in (1, 2):
+        engine.start(
+            f"done = instance.update({step}, timeout=20)\n"
+            f"result = [done.step, done.transport, *(own.wrong({step}) for own in held)]"
+        )
+        trainer.do(PUBLISH.format(step=step, seconds=20))
+        assert engine.finish() == [step, "nccl", [], []]
+    trainer.do("rank.fill(3)\npublication = writer.publish(3)")
+    engine.do("readers[0].release(readers[0].stage(3))")  # what is given up before it is applied holds up nobody
+    assert engine.do("result = [instance.update(3, timeout=20).step, *(own.wrong(3) for own in held)]") == [3, [], []]
+    trainer.do("publication.captured()")
+    together([trainer, engine], ["writer.close()", "instance.close()\nfor reader in readers: reader.close()"])
