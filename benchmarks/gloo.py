@@ -1,4 +1,4 @@
-"""Exchanges between 2 to 9 processes over gloo: are all bits right, and is everybody freed when one dies or freezes?
+"""Exchanges between 2 to 9 processes' host memory: are all bits right, and is everybody freed when one dies or freezes?
 
 ``gloo-N``: wrong tensors, and processes that had no answer within their deadline, in all. N processes hand over small
 tensors of every kind, cut every way (those of the tests), then one of each role is killed and one frozen in the middle

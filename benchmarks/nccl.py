@@ -7,7 +7,7 @@ buffer of as many bytes by torch.distributed, just before each round; ``more`` h
 ``nccl-two-by-two``, where there are four GPUs: two trainer ranks that hold rows to two workers that hold columns. With
 ``--write`` each figure goes to ``benchmarks/results/h200x2.json`` at once.
 
-``--gloo``: the same between two processes' host memory; such figures are printed only.
+``--host``: the same between two processes' host memory; such figures are printed only.
 """
 
 from __future__ import annotations
@@ -110,14 +110,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="a figure (default %(default)s)")
     parser.add_argument("--only", metavar="NAME", action="append", help="groups to measure (default: all)")
     parser.add_argument("--quick", action="store_true", help="small sets: whether it works, not how fast")
-    parser.add_argument("--gloo", action="store_true", help="between two processes' host memory")
+    parser.add_argument("--host", action="store_true", help="between two processes' host memory")
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS.relative_to(ROOT)}")
     arguments = parser.parse_args()
-    if devices() < 2 and not arguments.gloo:
-        sys.exit("two NVIDIA GPUs are needed; --gloo needs none")
+    if devices() < 2 and not arguments.host:
+        sys.exit("two NVIDIA GPUs are needed; --host needs none")
     sets = {kind: Weights(kind, *((16, 4) if arguments.quick else ())) for kind in ("dense", "moe")}
     rounds, figures = arguments.rounds, list[Figure]()
-    on = [[("host",)], [("host",)]] if arguments.gloo else [[FIRST], [SECOND]]
+    on = [[("host",)], [("host",)]] if arguments.host else [[FIRST], [SECOND]]
     with contextlib.ExitStack() as stack:
         path = stack.enter_context(daemon())
         two = stack.enter_context(pair(Place(path=ROOT, module=MODULE), path, devices=on))
@@ -144,7 +144,7 @@ def main() -> None:
             except FAILURES as error:
                 figures.append(Figure(group, None, "", bar=BARS.get(group), note=f"{type(error).__name__}: {error}"))
                 print(f"{group}: {error}", flush=True)
-            if arguments.write and not arguments.gloo:
+            if arguments.write and not arguments.host:
                 write(RESULTS, figures, f"python benchmarks/nccl.py --rounds {rounds}", keep=FIGURES)
             print(f"{group}: {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
     print("\n".join(["", *table(figures)]))

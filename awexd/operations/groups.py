@@ -117,8 +117,8 @@ class Groups:
         return Reply({})
 
     def _address(self, call: Call) -> Reply | Wait:
-        found = self._store.address(call.session, call.arguments["exchange"])
-        return found if isinstance(found, Wait) else Reply({"address": found})
+        found = self._store.addresses(call.session, call.arguments["exchange"])
+        return found if isinstance(found, Wait) else Reply({"addresses": found})
 
     def _agree(self, call: Call) -> Reply | Wait:
         terms = {name: call.arguments[name] for name in ("format", "ring", "plans")}

@@ -56,13 +56,13 @@ class Member:
 class Group:
     """Processes that are connected to each other, in the order of their numbers; ``id`` is secret to them.
 
-    ``address``: where the first can be reached by the others that connect.
+    ``addresses``: where they listen, by session; each is to be listening before any other connects.
     """
 
     id: str
     sessions: tuple[str, ...]
     backend: str
-    address: str | None = None
+    addresses: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -197,7 +197,7 @@ def _late(engine: Engine, version: Version, come: list[Member], leases: Mapping[
 def _backend(members: Iterable[Member]) -> str:
     """NCCL takes a GPU once."""
     devices = [member.device for member in members]
-    return "nccl" if None not in devices and len({*devices}) == len(devices) else "gloo"
+    return "nccl" if None not in devices and len({*devices}) == len(devices) else "sockets"
 
 
 def review(job: Job, sessions: Collection[str], leases: Mapping[str, Lease]) -> None:

@@ -47,19 +47,19 @@ class Grouping(Lending):
         return job, exchange, member
 
     def publish_address(self, session: Session, number: int, address: str) -> None:
-        """Where the first member's listener is, which is bound."""
-        job, exchange, member = self.exchange_of(session, number)
-        if exchange.members[0] is not member:
-            raise InvalidArgument(f"{job.name}: {member} does not host exchange {number}")
-        exchange.group.address = address
+        """Where this member listens, by now."""
+        job, exchange, _ = self.exchange_of(session, number)
+        exchange.group.addresses[session.id] = address
         self.touched.add(job.name)
 
-    def address(self, session: Session, number: int) -> Wait | str:
+    def addresses(self, session: Session, number: int) -> Wait | list[str]:
+        """Those of all members, by number, once all listen."""
         job, exchange, _ = self.exchange_of(session, number)
         _check(exchange)
-        if exchange.group.address is None:
-            return Wait(job.name, lambda: f"{exchange.members[0]} to be ready to be connected to")
-        return exchange.group.address
+        known = exchange.group.addresses
+        if len(known) < len(exchange.members):
+            return Wait(job.name, lambda: f"{exchange.others(known)} to be ready to be connected to")
+        return [known[member.session] for member in exchange.members]
 
     def agree(self, session: Session, number: int, terms: Terms) -> Wait | None:
         """None once every member is about to do the same.

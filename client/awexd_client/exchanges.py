@@ -20,13 +20,13 @@ from awexd_client.session import Connection
 from awexd_transports.collective import nccl
 from awexd_transports.collective.base import Group, Guard, Lost
 from awexd_transports.collective.chunks import FORMAT
-from awexd_transports.collective.gloo import GlooGroup
 from awexd_transports.collective.rings import DeviceRing, HostRing, Ring
+from awexd_transports.collective.sockets import SocketGroup
 from awexd_transports.errors import AwexdError
 
 REASON_SECONDS = 1.0
 """How long a lost connection waits for the daemon to say who has gone, before it is told as it is."""
-ABORT_SECONDS = 10.0
+ABORT_SECONDS = 2.0
 AGAIN_SECONDS = 0.2
 TELL_SECONDS = 5.0
 _log = logging.getLogger(__name__)
@@ -190,7 +190,8 @@ class _Mover(threading.Thread):
         if group is None:
             raise Lost("this process is not connected to the group any more")
         if joined.fresh:
-            group.connect(self._address(group), self._deadline.left())
+            self._ask("group.publish", address=group.bind())
+            group.connect(self._ask("group.address")["addresses"], self._deadline.left())
         share = self._prepare(self._ring, joined)
         terms = {"format": FORMAT, "ring": self._ring_bytes, "plans": share.plans}
         self._ask("group.agree", **terms)
@@ -200,13 +201,6 @@ class _Mover(threading.Thread):
         finally:
             self._ring.finish()
         self._ask("group.done", error=None)
-
-    def _address(self, group: Group) -> str:
-        if self._joined.index:
-            return str(self._ask("group.address")["address"])
-        address = group.bind()
-        self._ask("group.publish", address=address)
-        return address
 
     def _ask(self, operation: str, **arguments: Any) -> dict[str, Any]:
         arguments = {"exchange": self._joined.exchange, **arguments}
@@ -221,7 +215,7 @@ class _Mover(threading.Thread):
 def _group_of(joined: Joined, device: int | None) -> Group:
     if joined.backend == "nccl" and device is not None:
         return nccl.NcclGroup(device, joined.index, joined.size)
-    return GlooGroup(joined.group, joined.index, joined.size)
+    return SocketGroup(joined.group, joined.index, joined.size)
 
 
 def _tell(connection: Connection, joined: Joined, why: str) -> None:

@@ -52,7 +52,7 @@ class WeightWriter(Offloading):
             memory, else host. All ranks have the same.
         transport: ``"shm"`` means ``mode="host"``, ``"cuda_ipc"`` ``mode="direct"``. ``"nccl"``, on readers too:
             engines are sent the live parameters, by NCCL where each process's tensors are on a GPU of its own, else by
-            gloo; no host memory is reserved, and ``Publication.captured`` waits for the engines.
+            sockets; no host memory is reserved, and ``Publication.captured`` waits for the engines.
         verify: ``"checksum"``, the default: checksums are summed in the copy's own pass and stored; readers compare.
             That adds a tenth to a half to a hand-over (without the C library it about doubles it). ``"off"``: neither.
         keep: versions that stay held.

@@ -36,8 +36,8 @@ result = [done.step, held.wrong({step}), done.transport, reader.state, reader._t
 """
 STANDS = "result = [reader.state, reader.version, held.wrong({step})]"
 FAULT = """
-from awexd_transports.collective.gloo import GlooGroup
 from awexd_transports.collective.nccl import NcclGroup
+from awexd_transports.collective.sockets import SocketGroup
 left = [{after}]
 def {call}_of(group):
     whole = group.{call}
@@ -47,7 +47,7 @@ def {call}_of(group):
             os.kill(os.getpid(), signal.{signal})
         return whole(self, *given)
     group.{call} = {call}
-{call}_of(GlooGroup)
+{call}_of(SocketGroup)
 {call}_of(NcclGroup)
 """
 """The process sends itself a signal when it begins its n-th message."""

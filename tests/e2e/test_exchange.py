@@ -174,10 +174,10 @@ def test_parameters_that_change_before_captured_are_found_by_their_checksums(dae
     crew = Crew(daemon, fork, 1, [1])
     (trainer,), (engine,) = crew.writers, crew.workers
     trainer.do(
-        "from awexd_transports.collective.gloo import GlooGroup\n"
-        "whole = GlooGroup.send\n"
+        "from awexd_transports.collective.sockets import SocketGroup\n"
+        "whole = SocketGroup.send\n"
         "def send(self, *given):\n    rank.fill(98)\n    return whole(self, *given)\n"
-        "GlooGroup.send = send"
+        "SocketGroup.send = send"
     )
     trainer.start(PUBLISH.format(step=1, seconds=30))
     with pytest.raises(RemoteError, match="is not what writer rank 0 sent") as caught:

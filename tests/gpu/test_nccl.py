@@ -1,4 +1,4 @@
-"""Weights sent between GPUs by NCCL: a process on each. On one GPU the same goes by gloo, through host memory."""
+"""Weights sent between GPUs by NCCL: a process on each. On one GPU the same goes by sockets, through host memory."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def test_any_ring(daemon: Daemon, fork: Fork, ring: int) -> None:
     crew.close()
 
 
-def test_processes_on_one_gpu_go_by_gloo(daemon: Daemon, fork: Fork) -> None:
+def test_processes_on_one_gpu_go_by_sockets(daemon: Daemon, fork: Fork) -> None:
     crew = Crew(daemon, fork, 2, [2], devices=["cuda:0"])
     for step in range(1, 4):
         crew.hand_over(step)
-    assert groups(crew) == {"GlooGroup"}
+    assert groups(crew) == {"SocketGroup"}
     crew.close()
 
 

@@ -6,6 +6,7 @@ import math
 import queue
 import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,9 @@ from hypothesis import strategies as st
 from awexd_transports.collective.base import Guard, Lost, Wait
 from awexd_transports.collective.chunks import TAIL, Chunk, chunks
 from awexd_transports.collective.flow import Flow, Load
-from awexd_transports.collective.gloo import GlooGroup, address_of
 from awexd_transports.collective.rings import SLOTS, HostRing, room_of
 from awexd_transports.collective.rounds import readers_of, writers_of
+from awexd_transports.collective.sockets import SocketGroup
 from awexd_transports.errors import InvalidArgument, ManifestMismatch
 from awexd_transports.layout import ALIGNMENT
 from awexd_transports.view import View
@@ -84,7 +85,7 @@ class Pipe:
     def bind(self) -> str:
         return ""
 
-    def connect(self, address: str, seconds: float) -> None: ...
+    def connect(self, addresses: Sequence[str], seconds: float) -> None: ...
 
     def send(self, peer: int, memory: torch.Tensor, after: Any, seconds: float) -> Wait:
         self.sizes.append(memory.numel())
@@ -152,23 +153,11 @@ def test_what_is_only_compared_is_named_where_it_differs_and_not_changed() -> No
     assert to[321] == -1
 
 
-def test_groups_have_loopback_addresses_of_their_own() -> None:
-    found = {address_of(f"key {number}") for number in range(100)}
-    assert len(found) == 100
-    assert all(one.startswith("127.") and "0" not in one.split(".")[1:] for one in found)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def store() -> None:
-    """libuv, which torch's store runs on, keeps a pipe of its own from its first use on."""
-    for group in _connected(2):
-        group.close()
-
-
-def _connected(size: int) -> list[GlooGroup]:
-    groups = [GlooGroup("a key", rank, size) for rank in range(size)]
-    address = groups[0].bind()
-    _together([lambda group=group: group.connect(address, 20.0) for group in groups])
+def _connected(size: int) -> list[SocketGroup]:
+    groups = [SocketGroup("a key", rank, size) for rank in range(size)]
+    addresses = [group.bind() for group in groups]
+    raised = _together([lambda group=group: group.connect(addresses, 20.0) for group in groups])
+    assert raised == [None] * size
     return groups
 
 
@@ -190,7 +179,7 @@ def _together(calls: list[Any]) -> list[BaseException | None]:
     return raised
 
 
-def test_gloo_group_sends_in_order_and_closes() -> None:
+def test_group_of_sockets_sends_in_order_and_closes() -> None:
     groups = _connected(3)
     got = [torch.zeros(1000, dtype=torch.uint8) for _ in range(4)]
     waits = [groups[2].receive(1, memory, None, 10.0) for memory in got]
@@ -204,32 +193,34 @@ def test_gloo_group_sends_in_order_and_closes() -> None:
         groups[0].send(1, got[0], None, 1.0)
 
 
-def test_abort_frees_whoever_waits_in_a_gloo_group() -> None:
+def test_abort_frees_whoever_waits_in_a_group_of_sockets() -> None:
     groups = _connected(3)
     memory = torch.zeros(8, dtype=torch.uint8)
-    timer = threading.Timer(0.2, groups[0].abort)
-    timer.start()
+    timers = [threading.Timer(0.2, groups[rank].abort) for rank in (0, 1)]
+    for timer in timers:
+        timer.start()
     raised = _together([groups[rank].receive(2, memory.clone(), None, 60.0) for rank in (0, 1)])
     assert [type(error) for error in raised] == [Lost, Lost]
-    timer.join()
+    for timer in timers:
+        timer.join()
     for group in groups:
         group.close()
 
 
-def test_abort_frees_whoever_connects_a_gloo_group() -> None:
-    group = GlooGroup("another key", 0, 2)
-    address = group.bind()
+def test_abort_frees_whoever_connects_a_group_of_sockets() -> None:
+    group = SocketGroup("another key", 0, 2)
+    addresses = [group.bind(), ""]
     timer = threading.Timer(0.2, group.abort)
     timer.start()
-    (raised,) = _together([lambda: group.connect(address, 60.0)])
+    (raised,) = _together([lambda: group.connect(addresses, 60.0)])
     assert isinstance(raised, Lost)
     timer.join()
     group.close()
 
 
-def test_gloo_group_of_which_not_all_come_says_so_in_time() -> None:
-    group = GlooGroup("a third key", 0, 2)
-    address = group.bind()
+def test_group_of_sockets_of_which_not_all_come_says_so_in_time() -> None:
+    group = SocketGroup("a third key", 0, 2)
+    addresses = [group.bind(), ""]
     with pytest.raises(Lost, match="to connect"):
-        group.connect(address, 0.3)
+        group.connect(addresses, 0.3)
     group.close()

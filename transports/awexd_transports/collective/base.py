@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,11 +24,11 @@ class Group(Protocol):
     """Connected processes, by number. One thread at a time sends or receives; any thread may abort."""
 
     def bind(self) -> str:
-        """Listens for the other members; what they connect to. Only the first member calls it, before ``connect``."""
+        """Listens for the other members; what they connect to, which each is told before ``connect``."""
         ...
 
-    def connect(self, address: str, seconds: float) -> None:
-        """Connects to all others, which do the same.
+    def connect(self, addresses: Sequence[str], seconds: float) -> None:
+        """Connects to all others, which do the same. ``addresses``: of each member, by number; all are listening.
 
         Raises:
             Lost: not all came, or ``abort`` was called meanwhile.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -75,15 +76,18 @@ class NcclGroup:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def bind(self) -> str:
+        """The first member's is what all connect by."""
+        if self._rank:
+            return ""
         unique = _UniqueId()
         self._check(_nccl().ncclGetUniqueId(ctypes.byref(unique)), "to listen")
         return bytes(unique).hex()
 
-    def connect(self, address: str, seconds: float) -> None:
+    def connect(self, addresses: Sequence[str], seconds: float) -> None:
         """``seconds`` is not kept by NCCL: a member that hangs just now holds this thread until it goes on or ends."""
         import torch
 
-        unique, comm = _UniqueId.from_buffer_copy(bytes.fromhex(address)), ctypes.c_void_p()
+        unique, comm = _UniqueId.from_buffer_copy(bytes.fromhex(addresses[0])), ctypes.c_void_p()
         with torch.cuda.device(self._device):
             self._check(_nccl().ncclCommInitRank(ctypes.byref(comm), self._size, unique, self._rank), "to connect")
         with self._ending:
