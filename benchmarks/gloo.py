@@ -109,6 +109,8 @@ def figure(nursery: Nursery, count: int, rounds: int) -> Figure:
                 for writer in crew.writers:
                     writer.do("if 'publication' in globals(): publication.withdraw()")
                 step += 1
+                crew.recover(step)
+                step += 1
                 hand_over(crew, step, found)
     more = {
         "wrong": found.wrong,

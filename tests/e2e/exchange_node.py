@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 from awexd.protocol import Message
 from tests.attacks.raw import until
 from tests.daemons import Daemon
-from tests.e2e.workers.processes import Process, together
+from tests.e2e.workers.processes import Process, RemoteError, together
 
 Fork = Callable[[], Process]
 
@@ -103,6 +104,13 @@ class Crew:
     @property
     def workers(self) -> list[Process]:
         return [worker for workers in self.engines.values() for worker in workers]
+
+    def recover(self, step: int) -> list[int]:
+        """As ``hand_over``, after a step that failed: a worker whose round was fixed to that is told so once."""
+        for worker in self.workers:
+            with contextlib.suppress(RemoteError):
+                worker.do(UPDATE.format(step=step, seconds=0))
+        return self.hand_over(step)
 
     def start(self, step: int, seconds: float = SECONDS) -> None:
         """All publish and update at the same time: every engine waits when the version comes."""

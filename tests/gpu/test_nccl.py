@@ -83,7 +83,7 @@ def test_killed_in_the_middle(daemon: Daemon, fork: Fork, side: str, after: int)
         crew.writers[0].do("publication.withdraw()")
         crew.engines["e0"][0] = fork()
         crew.workers[0].do(crew.reader("e0", 0, 1, device="cuda:1"))
-    crew.hand_over(3)
+    crew.recover(3)
     assert groups(crew) == {"NcclGroup"}
     crew.close()
 
@@ -99,7 +99,7 @@ def test_frozen_in_the_middle(daemon: Daemon, fork: Fork, side: str) -> None:
     with pytest.raises(RemoteError):
         victim.finish()
     crew.writers[0].do("publication.withdraw()")
-    crew.hand_over(3)
+    crew.recover(3)
     crew.close()
 
 
