@@ -31,6 +31,7 @@ from awexd.listener import listening
 from awexd.memory import Memory
 from awexd.operations.control import Control
 from awexd.operations.engines import Engines
+from awexd.operations.groups import Groups
 from awexd.operations.lending import Lenders
 from awexd.operations.parking import Parking
 from awexd.operations.phasing import Phasing
@@ -144,7 +145,7 @@ class Daemon:
         self._service = Service(settings, self._store, memory, journal, background)
         self._session_ids = (f"s{n}" for n in itertools.count(1))
         self._sessions: dict[asyncio.Task[None], Channel] = {}
-        for operations in (Trainers, Lenders, Relay, Engines, Parking, Control):
+        for operations in (Trainers, Lenders, Relay, Engines, Groups, Parking, Control):
             operations(self._service)
         self._report = Report(self._service)
         self._phasing = Phasing(self._service, journal)
@@ -205,7 +206,7 @@ class Daemon:
         self._background.stop_timers()
         for job in self._store.jobs.values():
             held = {segment_id for version in job.versions.values() for segment_id in version.segments}
-            for segment_id in job.segments.keys() - held - self._service.lent.keys():
+            for segment_id in {one.id for one in job.segments.values() if not one.borrowed} - held:
                 self._background.thread(self._memory.unlink, segment_id)
         await self._background.threads_done()
 

@@ -36,6 +36,9 @@ MAX_NODES = 1024
 MAX_CHUNKS = 1 << 20
 """Physical allocations of one rank's virtual memory: of 2 MiB at least, 2 TiB."""
 MODES = ("auto", "host", "direct")
+WRITER_MODES = (*MODES, "nccl")
+"""The last: its versions are exchanged, by their writers and whoever reads them."""
+MAX_RING_BYTES = 1 << 40
 PHASES = ("train", "rollout")
 MAX_GPUS = 64
 """That one process sees, or claims for a phase."""
@@ -257,6 +260,11 @@ def _difference(value: Any) -> bool:
     return known and all(map(_sentence, (name, *texts))) and _whole(0, MAX_STEP)(elements)
 
 
+def _plans(value: Any) -> bool:
+    """Digests by number of the worker."""
+    return isinstance(value, dict) and len(value) <= 2 * MAX_WORLD_SIZE and all(map(_digest, value.values()))
+
+
 def _optional(check: Check) -> Check:
     return lambda value: value is None or check(value)
 
@@ -276,7 +284,7 @@ OPERATIONS: dict[str, dict[str, Check]] = {
         "epoch": _epoch,
         "after": _optional(_STEP),
         "keep": _whole(1, MAX_KEEP),
-        "mode": lambda value: value in MODES,
+        "mode": lambda value: value in WRITER_MODES,
         "lends": _boolean,
         "digest": _digest,
     },
@@ -303,6 +311,7 @@ OPERATIONS: dict[str, dict[str, Check]] = {
     "write.affirm": {"step": _STEP, "attempt": _ATTEMPT, "good": _boolean},
     "write.captured": {**_ATTEMPTED, "at_once": _boolean},
     "write.revoke": {},
+    "write.offer": {"step": _STEP, "set": _digest},
     "write.asked": {},
     "write.give": {"segment": _text, "number": _whole(0, MAX_CHUNKS + MAX_FDS)},
     "park.begin": {**_PARCEL, "nbytes": _whole(0, 1 << 60)},
@@ -338,7 +347,20 @@ OPERATIONS: dict[str, dict[str, Check]] = {
         "differences": _differences,
     },
     "read.engine": {"job": _text, "engine": _text},
+    "read.exchanges": {},
     # both
+    "group.join": {
+        "attempt": _optional(_ATTEMPT),
+        "lease": _optional(_text),
+        "device": _optional(_text),
+        "sums": _boolean,
+    },
+    "group.manifests": {"exchange": _ATTEMPT},
+    "group.publish": {"exchange": _ATTEMPT, "address": _sentence},
+    "group.address": {"exchange": _ATTEMPT},
+    "group.agree": {"exchange": _ATTEMPT, "format": _STEP, "ring": _whole(1, MAX_RING_BYTES), "plans": _plans},
+    "group.watch": {"exchange": _ATTEMPT},
+    "group.done": {"exchange": _ATTEMPT, "error": _optional(_sentence)},
     "phase.enter": {"job": _text, "who": _text, "gpus": _some_gpus, "phase": _phase, "token": _text},
     "phase.leave": {"token": _text},
     "segment.open": {"ids": _ids},

@@ -154,6 +154,8 @@ class Service:
                 self.memory.clear(segment.id)
         store.to_clear.clear()
         for segment in store.to_unlink:
+            if segment.exchanged:
+                continue
             if segment.borrowed:
                 os.pwrite(self.lent[segment.id], bytes(WITHDRAWN_AT - WORDS_AT), WORDS_AT)  # whatever is lent there
                 os.close(self.lent.pop(segment.id))
@@ -165,12 +167,12 @@ class Service:
                     gone(segment.id)
         store.to_unlink.clear()
 
-    def wipe(self, segment_id: str, step: int) -> None:
-        """A version is withdrawn: readers that are in the midst of it see so without asking."""
-        if segment_id in self.lent:
-            os.pwrite(self.lent[segment_id], struct.pack("<Q", step + 1), WITHDRAWN_AT)
-        else:
-            self.memory.clear(segment_id)
+    def wipe(self, segment: Segment, step: int) -> None:
+        """A version is withdrawn: readers in the midst of it see so without asking, or are told."""
+        if segment.id in self.lent:
+            os.pwrite(self.lent[segment.id], struct.pack("<Q", step + 1), WITHDRAWN_AT)
+        elif not segment.exchanged:
+            self.memory.clear(segment.id)
 
     def end_session(self, session: Session, *, unmapped: bool, why: str) -> None:
         if session.writer:
@@ -203,6 +205,8 @@ class Service:
         try:
             for segment_id in call.arguments["ids"]:
                 segment, writable = self._permitted(call.session, segment_id)
+                if segment.exchanged:
+                    raise AccessDenied(f"segment {segment_id} is sent to those that take it; nobody opens it")
                 if segment.borrowed:
                     opened.append(os.dup(self.lent[segment_id]))
                 else:

@@ -12,7 +12,7 @@ import argparse
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +30,11 @@ from benchmarks.gpu import FAILURES
 
 RESULTS = ROOT / "benchmarks" / "results" / "h200x2.json"
 FIRST, SECOND = ("cuda", "0"), ("cuda", "1")
+FIGURES = [
+    *("peer-dense", "peer-moe", "two-by-two-direct", "two-by-two-host", "peer-dense-memory", "peer-moe-memory"),
+    *("nccl-dense", "nccl-moe", "nccl-reshard", "nccl-moe-checksum", "nccl-memory", "nccl-two-by-two"),
+]
+"""Of this and of ``nccl.py``, which write the same file."""
 BARS = {"peer-dense": Bar("ratio", ">=", 0.9), "peer-moe": Bar("ratio", ">=", 0.9)}
 MIB = 1 << 20
 
@@ -49,11 +54,23 @@ def peer(two: Pair, name: str, weights: Weights, rounds: int) -> Iterator[Figure
     yield Figure(f"{name}-memory", taken, "MiB", note=note)
 
 
-def two_by_two(socket: str, name: str, weights: Weights, rounds: int, mode: str) -> Iterator[Figure]:
-    devices = [(FIRST, SECOND)] * 2
+def two_by_two(
+    socket: str,
+    name: str,
+    weights: Weights,
+    rounds: int,
+    mode: str,
+    *,
+    on: Sequence[Sequence[Sequence[str]]] = ((FIRST, SECOND), (FIRST, SECOND)),
+    transport: str = "auto",
+) -> Iterator[Figure]:
+    """``on``: the devices of the trainer's ranks and of the engine's workers."""
     last = measure.WARM_ROUNDS + rounds
     times = []
-    with pair(Place(path=ROOT), socket, devices=devices) as four, four.job(name, weights, mode=mode) as job:
+    with (
+        pair(Place(path=ROOT), socket, devices=on) as four,
+        four.job(name, weights, mode=mode, transport=transport) as job,
+    ):
         for step in range(1, last + 1):
             times.append(job.hand_over(step)[0] * 1e3)
             if step in (measure.WARM_ROUNDS, last):
@@ -98,13 +115,9 @@ def main() -> None:
                 figures.append(Figure(group, None, "", bar=BARS.get(group), note=f"{type(error).__name__}: {error}"))
                 print(f"{group}: {error}", flush=True)
             if arguments.write:
-                write(RESULTS, figures, f"python benchmarks/gpus.py --rounds {rounds}", keep=[*groups, *_extra()])
+                write(RESULTS, figures, f"python benchmarks/gpus.py --rounds {rounds}", keep=FIGURES)
             print(f"{group}: {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
     print("\n".join(["", *table(figures)]))
-
-
-def _extra() -> list[str]:
-    return [f"{name}-memory" for name in BARS]
 
 
 if __name__ == "__main__":

@@ -311,7 +311,7 @@ class Follow:
         for version in versions:  # readers in the midst of it see so without asking
             for segment_id in version.segments:
                 if segment_id in self.job.segments:
-                    self._service.wipe(segment_id, version.key[1])
+                    self._service.wipe(self.job.segments[segment_id], version.key[1])
         gone = ", ".join(map(str, versions))
         self._service.note("withdrawn", self.job.name, f"{gone} withdrawn elsewhere")
         self._service.records.save_soon(self.job)

@@ -87,7 +87,7 @@ class Control:
         for version in versions:
             for segment_id in version.segments:
                 if segment_id in job.segments:
-                    self._service.wipe(segment_id, version.key[1])
+                    self._service.wipe(job.segments[segment_id], version.key[1])
         self._service.settle()
         await self._service.records.save(job)
         await self._service.background.threads_done()

@@ -100,6 +100,7 @@ class Engines:
             "set": version.set_digest,
             "segments": [[s.id, s.nbytes if s.borrowed else HEADER_BYTES + s.nbytes, s.checksums] for s in segments],
             "borrowed": version.borrowed,
+            "exchanged": version.exchanged,
             "reason": version.reason,
         }
         return Reply(body)

@@ -111,13 +111,15 @@ def leases_left(job: Job, versions: list[Version]) -> Wait | None:
 
 
 def unconfirmed(job: Job, key: VersionKey) -> Wait | None:
-    """None once every registered worker that can open GPU memory runs on that version, or a later one."""
-    able = [worker for engine in job.engines.values() for worker in engine.workers.values() if worker.devices]
+    """None once every registered worker that can read that borrowed version runs on it, or on a later one."""
+    version = job.versions[key]
+    able = [worker for engine in job.engines.values() for worker in engine.workers.values() if worker.takes(version)]
     if not able:
-        return Wait(job.name, lambda: f"an engine on this node's GPUs to update to step {key[1]} of epoch {key[0]}")
+        what = 'with transport="nccl"' if version.exchanged else "on this node's GPUs"
+        return Wait(job.name, lambda: f"an engine {what} to update to step {key[1]} of epoch {key[0]}")
     if all(_has(worker, key) for worker in able):
         return None
-    return Wait(job.name, lambda: _awaited(job, key))
+    return Wait(job.name, lambda: _awaited(job, version))
 
 
 def lose(job: Job, version: Version, why: str) -> None:
@@ -139,12 +141,13 @@ def check_not_lost(job: Job, key: VersionKey, attempt: int) -> None:
         )
 
 
-def _awaited(job: Job, key: VersionKey) -> str:
+def _awaited(job: Job, version: Version) -> str:
+    key = version.key
     late = [
         f"{_named(engine, worker)}{_why_late(worker)}"
         for engine in job.engines.values()
         for worker in engine.workers.values()
-        if worker.devices and not _has(worker, key)
+        if worker.takes(version) and not _has(worker, key)
     ]
     return f"{', '.join(late[:4])}{', ...' if len(late) > 4 else ''} to update to step {key[1]} of epoch {key[0]}"
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from awexd.store.borrowing import lose
+from awexd.store.exchanging import review
 from awexd.store.model import Job, Lease, Segment, SegmentState, Version, Worker, Writer
 from awexd.store.phases import Phases
 from awexd.store.slots import abort
@@ -125,6 +126,7 @@ class Ledger:
         for segment in free:
             self._free(job, segment)
         self._trim(job)
+        review(job, self.sessions.keys(), self.leases)
 
     def _trim(self, job: Job) -> None:
         """A lowered ``keep`` needs fewer slots."""

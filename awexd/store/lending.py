@@ -74,7 +74,8 @@ class Lending(Sessions):
         waiting = self._take_back(job, segment, step)
         if waiting is not None:
             return waiting
-        job.choice = borrowing.choice_of(job, step) or Choice(step, True, 'mode="direct"')
+        forced = 'transport="nccl"' if segment.exchanged else 'mode="direct"'
+        job.choice = borrowing.choice_of(job, step) or Choice(step, True, forced)
         begun = writing.begin_borrowed(job, writer, step, segment, self._next_attempt)
         begun.attempt.doubted.add(writer.rank)
         self._next_attempt = max(self._next_attempt, begun.attempt.number + 1)

@@ -9,6 +9,7 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
+from awexd.store.exchanging import Exchanges
 from awexd_transports.errors import AwexdError
 from awexd_transports.layout import digest_of
 
@@ -59,6 +60,7 @@ class Segment:
         borrowed: it is the memory of the writer's own process, in which its live parameters lie. The daemon has handles
             of it only; there is one a rank, for one version at a time, and ``session`` is its writer's for good.
         devices: of a borrowed one: the UUIDs of the GPUs it is on.
+        exchanged: a borrowed one that nobody opens: its writer sends what is there.
         mirrored: the daemon itself fills it, from another node.
     """
 
@@ -74,6 +76,7 @@ class Segment:
     locked: bool = False
     borrowed: bool = False
     devices: frozenset[str] = frozenset()
+    exchanged: bool = False
     mirrored: bool = False
 
     @property
@@ -114,7 +117,7 @@ class Writer:
     """One registered training process.
 
     Attributes:
-        mode: ``"auto"``, ``"direct"`` or ``"host"``; the same for all ranks.
+        mode: ``"auto"``, ``"direct"``, ``"host"``, or ``"nccl"`` (it exchanges its versions); the same for all ranks.
         lends: in ``"auto"``: it will declare its memory before its first step, for all that it knows.
         reserved: the set of manifests that its segment layout was made for.
         node: the NUMA node that its memory should be on, if it minds.
@@ -179,6 +182,7 @@ class Version:
         retired: beyond ``keep``; here only until its leases end, and still good for a round that it was fixed to.
         withdrawn: rolled back or dropped; here only until its leases end, and good for nobody.
         borrowed: its bytes are the writers' live parameters; withdrawn before those change.
+        exchanged: it is borrowed, and its writers send it to whoever reads it.
         reason: why it is borrowed, or is not.
         doubted: as of its attempt: until it is empty, no update to it is a success.
         high: the job's before this version.
@@ -195,6 +199,7 @@ class Version:
     retired: bool = False
     withdrawn: bool = False
     borrowed: bool = False
+    exchanged: bool = False
     reason: str = ""
     doubted: set[int] = field(default_factory=set)
     high: int = -1
@@ -244,6 +249,7 @@ class Worker:
     Attributes:
         aside: why its engine loads tensors itself: (reason, how many, the first) each.
         devices: UUIDs of the GPUs whose memory it can open; none where it takes no borrowed version.
+        exchanges: it takes versions that are exchanged, and no others.
         waiting_until: it has asked for a version to update to that is still to come, until then.
         failure: since it was last given a version.
         verified: what came of the last comparison of its version with a checkpoint, as ``read.verified`` told it.
@@ -261,10 +267,17 @@ class Worker:
     version: VersionKey | None = None
     aside: list[list[str | int]] = field(default_factory=list)
     devices: frozenset[str] = frozenset()
+    exchanges: bool = False
     waiting_until: float = 0.0
     result: Result | None = None
     failure: Failure | None = None
     verified: dict[str, Any] | None = None
+
+    def takes(self, version: Version) -> bool:
+        """Whether it can read that version."""
+        if version.exchanged or self.exchanges:
+            return version.exchanged and self.exchanges
+        return not version.borrowed or bool(self.devices)
 
 
 @dataclass(slots=True)
@@ -405,6 +418,7 @@ class Job:
         closing: borrowed segments that are given up and that some reader has still mapped.
         parcels: what ranks have parked, by rank and name.
         pins: versions that ranks have offloaded their weights into, and which ranks.
+        exchanges: of its versions among its processes.
         mirror: where its writers are on another node, or may be; None where they are, or were last, on this one.
         abroad: an engine of it is on another node.
         idle_since: when its last session ended; None while it has one.
@@ -431,6 +445,7 @@ class Job:
     closing: dict[str, Segment] = field(default_factory=dict)
     parcels: dict[tuple[int, str], Parcel] = field(default_factory=dict)
     pins: dict[VersionKey, set[int]] = field(default_factory=dict)
+    exchanges: Exchanges = field(default_factory=Exchanges)
     mirror: Mirror | None = None
     abroad: bool = False
     idle_since: float | None = None

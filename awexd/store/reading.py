@@ -95,6 +95,7 @@ def choose(job: Job, worker: Worker, step: int | None, stage: bool) -> Wait | Ve
     if step is None:
         held = visible(job, worker)
         if not held:
+            check_transport(job, worker)
             check_failed(job)
         if worker.version and worker.version == job.returned and not (held and held[0].key > job.returned):
             return Wait(
@@ -102,8 +103,9 @@ def choose(job: Job, worker: Worker, step: int | None, stage: bool) -> Wait | Ve
             )
         return held[0] if held else Wait(job.name, lambda: _first(job))
     found = job.held_of(job.epoch, step) or job.held_of(worker.epoch, step)
-    if found is not None and (worker.devices or not found.borrowed):
+    if found is not None and worker.takes(found):
         return found
+    check_transport(job, worker)
     if found is not None:
         raise VersionUnavailable(
             f"{job.name}: {found} is lent by its trainer, whose GPU memory this worker does not open; "
@@ -123,7 +125,7 @@ def awaited(job: Job, engine: Engine | None, step: int | None) -> Wait | None:
     """None once the workers of that engine need not wait for what an update of them gets: a version, or an error."""
     workers = list(engine.workers.values()) if engine is not None else []
     if step is None:
-        held = [version for version in job.held() if not version.borrowed or all(one.devices for one in workers)]
+        held = [version for version in job.held() if all(one.takes(version) for one in workers)]
         had = job.returned if any(one.version == job.returned for one in workers) else None
         failed = not held and job.mirror is not None and newest_listed(job) in job.mirror.failed
         if failed or (held and (had is None or held[0].key > had)):
@@ -143,7 +145,24 @@ def awaited(job: Job, engine: Engine | None, step: int | None) -> Wait | None:
 
 def visible(job: Job, worker: Worker) -> list[Version]:
     """Versions that this worker can read, newest first."""
-    return [version for version in job.held() if worker.devices or not version.borrowed]
+    return [version for version in job.held() if worker.takes(version)]
+
+
+def check_transport(job: Job, worker: Worker) -> None:
+    """
+    Raises:
+        VersionUnavailable: what the trainer publishes from now on is nothing that this worker can read.
+    """
+    modes = {writer.mode for writer in job.writers.values()}
+    named = f"rank {worker.rank} of engine {worker.engine}"
+    if worker.exchanges and job.mirror is not None and job.mirror.nodes:
+        raise VersionUnavailable(
+            f'{job.name}: its trainer is on another node, where transport="nccl" does not reach yet; '
+            f"pass another transport to {named} and to its WeightWriter"
+        )
+    if modes and worker.exchanges != (modes == {"nccl"}):
+        who, other = (named, "its WeightWriter") if worker.exchanges else ("its trainer", named)
+        raise VersionUnavailable(f'{job.name}: {who} has transport="nccl"; pass that to {other} too, or to neither')
 
 
 def newest_since(job: Job, worker: Worker, step: int) -> Wait | VersionKey:

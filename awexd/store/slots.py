@@ -102,7 +102,7 @@ def _fits(segment: Segment, writer: Writer) -> bool:
 
 def slots_missing(job: Job, writer: Writer) -> int:
     """Slots still to be made. One that an earlier process may still write into is none of this writer's."""
-    if writer.mode == "direct":
+    if writer.mode in ("direct", "nccl"):
         return 0
     # A version that only a pin still keeps has left the rotation, for as long as that may take.
     kept = {

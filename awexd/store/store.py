@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import NamedTuple, TypeVar
 
 from awexd.store import parking, reading, registering, slots, writing
+from awexd.store.grouping import Grouping
 from awexd.store.ledger import Session
 from awexd.store.mirroring import Mirroring
 from awexd.store.model import (
@@ -40,7 +41,7 @@ class Resolved(NamedTuple):
     lease: Lease
 
 
-class Store(Mirroring):
+class Store(Grouping, Mirroring):
     """The operations of writers, workers and commands on the ledger."""
 
     # writing

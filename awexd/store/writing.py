@@ -242,6 +242,7 @@ def _commit(job: Job, attempt: Attempt) -> Version:
         set_digest=set_digest_of(digests),
         nbytes=sum(segment.nbytes for segment in segments),
         borrowed=attempt.borrowed,
+        exchanged=segments[0].exchanged,
         doubted=attempt.doubted,
         high=job.high,
         reason=job.choice.reason if job.choice is not None and job.choice.step == attempt.step else "",

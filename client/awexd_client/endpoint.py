@@ -55,8 +55,8 @@ class Endpoint(ABC):
         check_whole("world_size", world_size, 1, MAX_WORLD_SIZE)
         check_whole("rank", rank, 0, world_size - 1)
         _check_choice("mode", mode, MODES, available=MODES)
-        _check_choice("transport", transport, TRANSPORTS, available=("auto", "shm", "cuda_ipc"))
-        needed = {"shm": "host", "cuda_ipc": "direct"}.get(transport, mode)
+        _check_choice("transport", transport, TRANSPORTS, available=("auto", "shm", "cuda_ipc", "nccl"))
+        needed = {"shm": "host", "cuda_ipc": "direct", "nccl": "direct"}.get(transport, mode)
         if mode not in ("auto", needed):
             raise InvalidArgument(f'transport="{transport}" is mode="{needed}", not mode="{mode}"')
         _check_choice("verify", verify, VERIFY, available=VERIFY)
@@ -64,6 +64,7 @@ class Endpoint(ABC):
         self.rank = rank
         self.world_size = world_size
         self.verify_mode = verify
+        self.exchanging = transport == "nccl"
         self.mode = needed
         self._path = socket_path(socket)
         self._lock = self._in_use = threading.RLock()

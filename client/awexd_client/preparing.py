@@ -15,7 +15,8 @@ from awexd_client.holding import Holding
 from awexd_client.mappings import Segment
 from awexd_client.phases import Phased
 from awexd_client.session import CONNECT_SECONDS, Connection
-from awexd_client.tables import Prepared, Sources, prepare
+from awexd_client.tables import NOTHING, Prepared, Sources, prepare
+from awexd_client.taking import Taker
 from awexd_transports.cuda import driver as cuda
 from awexd_transports.errors import (
     AwexdError,
@@ -50,6 +51,7 @@ class Preparing(Phased):
         transport: str,
         verify: str,
         timeout: float,
+        ring_bytes: int,
     ) -> None:
         super().__init__(
             job,
@@ -69,6 +71,7 @@ class Preparing(Phased):
         self._warned = False
         self._tables: OrderedDict[_Held, Prepared] = OrderedDict()
         self._watching: threading.Thread | None = None
+        self._taker = Taker(ring_bytes, world_size)
         self._in_use = threading.RLock()  # an update that waits for its version reads nothing: others may unmap
 
     @property
@@ -86,6 +89,9 @@ class Preparing(Phased):
 
     def _prepare(self, answer: dict[str, Any], deadline: Deadline) -> Prepared:
         """Everything that can fail before a byte is touched: plan, mappings, contradicting aliases."""
+        if answer["exchanged"]:
+            self._sources_of(answer["set"], deadline)
+            return NOTHING
         segments, lent = answer["segments"], answer["borrowed"]
         key = (answer["set"], tuple((segment_id, stored) for segment_id, _, stored in segments))
         prepared = self._tables.get(key)
@@ -125,11 +131,12 @@ class Preparing(Phased):
     def _let_go(self) -> None:
         super()._let_go()
         self._holding_ = None
+        self._taker.close()
 
     def _devices(self, holding: Holding) -> list[str]:
         """UUIDs of the GPUs whose memory this process can open; none where it does not want to."""
         on_device = any(cuda.driver.device_of(view) is not None for view in holding.views)
-        return cuda.driver.devices()[:MAX_GPUS] if self.mode != "host" and on_device else []
+        return cuda.driver.devices()[:MAX_GPUS] if self.mode != "host" and on_device and not self.exchanging else []
 
     def _watch_drops(self) -> None:
         """Closes what was lent as soon as its owner wants it back, also while nothing is asked for here.

@@ -9,14 +9,16 @@ import time
 from collections import Counter
 from typing import Any
 
-from awexd.protocol import MAX_DIFFERENCES, MAX_KEEP, MAX_REASONS, MAX_STEP
+from awexd.protocol import MAX_DIFFERENCES, MAX_KEEP, MAX_REASONS, MAX_RING_BYTES, MAX_STEP
 from awexd_client.adapters.base import Adapter, EngineWeights
 from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline, check_whole, told
 from awexd_client.holding import Holding
 from awexd_client.preparing import Preparing
 from awexd_client.session import Asked
+from awexd_client.tables import Sources
 from awexd_client.updates import Staged, State, TakenBack, UpdateResult, load_of_engine
 from awexd_client.verify import Checkpoint, Progress, Verified, verify
+from awexd_transports.collective.rings import RING_BYTES, room_of
 from awexd_transports.errors import (
     AccessDenied,
     AwexdError,
@@ -43,11 +45,13 @@ class WorkerWeightsReader(Preparing):
         socket: the daemon's; None: ``$AWEXD_SOCKET``, else the default.
         mode: ``"host"``: only versions in host memory. ``"auto"``, ``"direct"``: also what the trainer lends, see
             ``WeightWriter``, if the tensors to be updated are on a GPU and this process sees the trainer's.
-        transport: ``"shm"`` means ``mode="host"``, ``"cuda_ipc"`` ``mode="direct"``.
+        transport: ``"shm"`` means ``mode="host"``, ``"cuda_ipc"`` ``mode="direct"``, ``"nccl"`` what a
+            ``WeightWriter`` with the same sends, and nothing else; trainer and workers take part at the same time.
         verify: ``"checksum"``, the default: what arrives is summed in the copy's own pass and compared with what its
             writer stored (with what is held, where it stored none). ``"off"``: nothing is compared.
         keep: versions that this node holds of a job whose trainer is elsewhere; here the trainer's own ``keep`` counts.
         timeout: seconds for the daemon's greeting.
+        ring_bytes: with ``"nccl"``: of this process's receive buffer, as its writers'.
 
     Raises:
         DaemonUnavailable, AccessDenied, InvalidArgument
@@ -66,10 +70,22 @@ class WorkerWeightsReader(Preparing):
         verify: str = "checksum",
         keep: int = 2,
         timeout: float = DEFAULT_TIMEOUT,
+        ring_bytes: int = RING_BYTES,
     ) -> None:
         check_whole("keep", keep, 1, MAX_KEEP)
+        check_whole("ring_bytes", ring_bytes, 1, MAX_RING_BYTES)
+        room_of(ring_bytes)
         super().__init__(
-            job, engine, rank, world_size, socket, mode=mode, transport=transport, verify=verify, timeout=timeout
+            job,
+            engine,
+            rank,
+            world_size,
+            socket,
+            mode=mode,
+            transport=transport,
+            verify=verify,
+            timeout=timeout,
+            ring_bytes=ring_bytes,
         )
         self._state: State = "empty"
         self._version: tuple[int, int] | None = None
@@ -267,6 +283,8 @@ class WorkerWeightsReader(Preparing):
             devices=self._devices(holding) or None,
         )
         self._updates = answer["updates"]
+        if self.exchanging:
+            self._ask("read.exchanges", deadline.left())
 
     def _register_again(self, timeout: float) -> None:
         if self._holding_ is not None:
@@ -330,9 +348,12 @@ class WorkerWeightsReader(Preparing):
             lent=answer["borrowed"],
             reason=answer["reason"],
             ranks=len(answer["segments"]),
+            exchanged=self._sources[answer["set"]] if answer["exchanged"] else None,
         )
 
     def _apply(self, staged: Staged, deadline: Deadline) -> UpdateResult:
+        if staged.exchanged is not None:
+            return self._apply_exchanged(staged, staged.exchanged, deadline)
         with self._in_use:
             return self._apply_mapped(staged, deadline)
 
@@ -382,6 +403,53 @@ class WorkerWeightsReader(Preparing):
         self._state, self._version, self._updates = "ready", (staged.epoch, staged.step), staged.updates
         return result
 
+    def _apply_exchanged(self, staged: Staged, sources: Sources, deadline: Deadline) -> UpdateResult:
+        """As ``_apply_mapped``, but the bytes are sent: nothing is touched before everybody is known to be there."""
+        self._check_usable()
+        holding, touched = self._holding, list[float]()
+
+        def touch() -> None:
+            self._state, self._version = "dirty", None
+            touched.append(time.monotonic())
+
+        try:
+            if staged.lease != self._leased:
+                raise VersionUnavailable(f"{self.job}: what was staged was given up since; update again")
+            if holding.watch.changed():
+                raise self._rebound()
+            nbytes = self._taker.take(
+                self._connection,
+                staged.lease,
+                holding,
+                sources,
+                sums=self.verify_mode == "checksum",
+                touched=touch,
+                deadline=deadline,
+            )
+            load_of_engine(holding.weights)
+            ended = time.monotonic()
+            began = touched[0] if touched else ended
+            result = UpdateResult(
+                epoch=staged.epoch,
+                step=staged.step,
+                bytes=nbytes,
+                stage_seconds=began - staged.started,
+                pause_seconds=ended - began,
+                transport="nccl",
+                mode="direct",
+                reason=staged.reason,
+            )
+            self._connection.answer(self._confirming(staged, result, deadline))
+        except BaseException as error:
+            if not isinstance(error, DaemonUnavailable):
+                self._release(staged.lease, dirty=bool(touched), error=error)
+            if isinstance(error, VersionUnavailable) and "exchange" in error.details:
+                raise TakenBack(f"{self.job}: {error.message}") from error
+            raise
+        self._leased = None
+        self._state, self._version, self._updates = "ready", (staged.epoch, staged.step), staged.updates
+        return result
+
     def _check_unchanged(self) -> None:
         if self._holding.watch.changed():
             raise self._rebound()
@@ -395,17 +463,20 @@ class WorkerWeightsReader(Preparing):
         What is found good once the daemon was told was good when it was told, and the daemon takes it so: it looks for
         what was sent before it ends a lease.
         """
+        asked = self._confirming(staged, result, deadline)
+        if staged.good:
+            self._confirmed = asked
+        else:
+            self._connection.answer(asked)
+
+    def _confirming(self, staged: Staged, result: UpdateResult, deadline: Deadline) -> Asked:
         arguments = {
             "lease": staged.lease,
             "nbytes": result.bytes,
             "stage_us": int(result.stage_seconds * 1e6),
             "pause_us": int(result.pause_seconds * 1e6),
         }
-        asked = self._connection.ask("read.confirm", arguments, timeout=deadline.left())
-        if staged.good:
-            self._confirmed = asked
-        else:
-            self._connection.answer(asked)
+        return self._connection.ask("read.confirm", arguments, timeout=deadline.left())
 
     def _settle_confirmed(self) -> None:
         """Takes the answer that was not waited for: it may name segments to unmap."""

@@ -130,6 +130,10 @@ class Prepared:
             self.aside.run(sharing=sharing)
 
 
+NOTHING = Prepared(Tables(CopyTable(()), CopyTable(()), None, CopyTable(())), None, ())
+"""Of a version that is exchanged: it is not read, but sent."""
+
+
 def prepare(holding: Holding, sources: Sources, segments: Segments, summed: Collection[int] | None) -> Prepared:
     """The tables of one worker for one set of slots.
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from awexd_client.adapters.base import EngineWeights
 from awexd_client.mappings import Segment
-from awexd_client.tables import Prepared
+from awexd_client.tables import Prepared, Sources
 from awexd_transports.cuda.lent import Opened, Words
 from awexd_transports.errors import AwexdError, DeadlineExceeded, VersionUnavailable
 
@@ -29,7 +29,7 @@ class UpdateResult:
         bytes: written into them.
         stage_seconds: spent before the first of them was touched (the wait for the version included).
         pause_seconds: from then until the version was known to be good; the engine must not generate meanwhile.
-        transport: how the bytes came: ``"shm"`` or ``"cuda_ipc"``.
+        transport: how the bytes came: ``"shm"``, ``"cuda_ipc"`` or ``"nccl"``.
         mode: ``"host"``, or ``"direct"``: out of the trainer's own memory.
         reason: why its writer chose that.
         workers: one result a worker, where a WeightReader made this one.
@@ -55,6 +55,7 @@ class Staged:
         updates: this worker's count of updates, once this one is done.
         lent: its bytes are the trainer's live parameters. ``reason``: why, or why not.
         ranks: of the trainer: so many segments the version has.
+        exchanged: what its trainer sends, if it does; then nothing is prepared.
     """
 
     epoch: int
@@ -68,6 +69,7 @@ class Staged:
     lent: bool = False
     reason: str = ""
     ranks: int = 0
+    exchanged: Sources | None = None
 
     @property
     def good(self) -> bool:

@@ -8,16 +8,18 @@ import os
 import time
 from collections.abc import Sequence
 
-from awexd.protocol import MAX_DEADLINE_MS, MAX_KEEP, MAX_STEP
+from awexd.protocol import MAX_DEADLINE_MS, MAX_KEEP, MAX_RING_BYTES, MAX_STEP
 from awexd_client.adapters.base import Adapter
 from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline, check_whole, failed
 from awexd_client.holding import Casts, Holding
 from awexd_client.lending import Lender
 from awexd_client.mappings import Mapping
+from awexd_client.offering import Offerer
 from awexd_client.offloading import Offloading
 from awexd_client.outgoing import SegmentLayout
 from awexd_client.publication import Publication, Update
 from awexd_client.session import Asked, NoAnswer
+from awexd_transports.collective.rings import RING_BYTES, room_of
 from awexd_transports.copy import CopyTable
 from awexd_transports.errors import (
     AwexdError,
@@ -48,11 +50,14 @@ class WeightWriter(Offloading):
             process's GPU memory; no host memory is reserved, and ``Publication.captured`` waits for the engines.
             ``"auto"``: direct for each step for which every registered engine waits on this node and can open that
             memory, else host. All ranks have the same.
-        transport: ``"shm"`` means ``mode="host"``, ``"cuda_ipc"`` ``mode="direct"``.
+        transport: ``"shm"`` means ``mode="host"``, ``"cuda_ipc"`` ``mode="direct"``. ``"nccl"``, on readers too:
+            engines are sent the live parameters, by NCCL where each process's tensors are on a GPU of its own, else by
+            sockets; no host memory is reserved, and ``Publication.captured`` waits for the engines.
         verify: ``"checksum"``, the default: checksums are summed in the copy's own pass and stored; readers compare.
             That adds a tenth to a half to a hand-over (without the C library it about doubles it). ``"off"``: neither.
         keep: versions that stay held.
         timeout: seconds for the daemon's greeting.
+        ring_bytes: with ``"nccl"``: of this process's send buffer; readers have the same.
 
     Raises:
         DaemonUnavailable, AccessDenied, InvalidArgument
@@ -71,10 +76,13 @@ class WeightWriter(Offloading):
         verify: str = "checksum",
         keep: int = 2,
         timeout: float = DEFAULT_TIMEOUT,
+        ring_bytes: int = RING_BYTES,
     ) -> None:
         if epoch not in ("continue", "new"):
             raise InvalidArgument(f'epoch must be "continue" or "new", not {epoch!r}')
         check_whole("keep", keep, 1, MAX_KEEP)
+        check_whole("ring_bytes", ring_bytes, 1, MAX_RING_BYTES)
+        room_of(ring_bytes)
         super().__init__(
             job, rank, world_size, socket, mode=mode, transport=transport, verify=verify, writable=True, timeout=timeout
         )
@@ -85,7 +93,7 @@ class WeightWriter(Offloading):
         self._segment_: SegmentLayout | None = None
         self._after: int | None = None
         self._open: Publication | None = None
-        self._lender = Lender(self)
+        self._lender = Offerer(self, ring_bytes) if self.exchanging else Lender(self)
         self._next: str | Asked | None = None
         """The slot of the next ``publish``, or the request for it: it is asked for before it is needed."""
 
@@ -242,7 +250,7 @@ class WeightWriter(Offloading):
             epoch=self._epoch,
             after=self._after,
             keep=self.keep,
-            mode=self.mode,
+            mode="nccl" if self.exchanging else self.mode,
             lends=self.mode == "auto" and self._lender.intends(self._holding),
             digest=manifest.digest,
         )

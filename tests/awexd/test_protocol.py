@@ -75,6 +75,8 @@ def test_operations_are_these() -> None:
         "write.register write.ready write.reserve write.slot write.publish "
         "write.begin write.seal write.abort write.committed "
         "write.lend write.choose write.borrow write.affirm write.captured write.revoke write.asked write.give "
+        "write.offer read.exchanges group.join group.manifests group.publish group.address group.agree group.watch "
+        "group.done "
         "read.sources read.register read.siblings read.resolve read.confirm read.release read.wait read.engine "
         "read.verified read.await "
         "phase.enter phase.leave park.begin park.open park.seal park.drop park.pin park.unpin "

@@ -156,6 +156,7 @@ class Pair:
         weights: Weights,
         *,
         mode: str,
+        transport: str = "auto",
         verify: str = "off",
         cut: Cut = WHOLE,
     ) -> Iterator[Job]:
@@ -163,6 +164,7 @@ class Pair:
         job = f"bench-{os.getpid()}-{name}"
         self.prepare(weights, cut)
         given: dict[str, Any] = {"job": job, "socket": self.socket, "verify": verify, "mode": mode}
+        given |= {"transport": transport}
         try:
             first = {"writer": self._open(self.writers, **given, keep=KEEP)}
             first["reader"] = self._open(self.readers, **given)

@@ -38,11 +38,19 @@ class WriterSide(Source):
         self._state: dict[str, torch.Tensor] = {}
 
     def open(
-        self, job: str, socket: str, verify: str, mode: str, keep: int = 1, rank: int = 0, world_size: int = 1
+        self,
+        job: str,
+        socket: str,
+        verify: str,
+        mode: str,
+        keep: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
+        transport: str = "auto",
     ) -> Answer:
         started = nanoseconds()
         writer = self._writers[job] = WeightWriter(
-            job, rank, world_size, socket, mode=mode, verify=verify, keep=keep, timeout=SECONDS
+            job, rank, world_size, socket, mode=mode, transport=transport, verify=verify, keep=keep, timeout=SECONDS
         )
         writer.register([part.shard(tensor) for part, tensor in self.held], timeout=SECONDS)
         return {"seconds": (nanoseconds() - started) / 1e9}
@@ -104,10 +112,19 @@ class ReaderSide(Target):
         super().__init__(device)
         self._readers: dict[str, WorkerWeightsReader] = {}
 
-    def open(self, job: str, socket: str, verify: str, mode: str, rank: int = 0, world_size: int = 1) -> Answer:
+    def open(
+        self,
+        job: str,
+        socket: str,
+        verify: str,
+        mode: str,
+        rank: int = 0,
+        world_size: int = 1,
+        transport: str = "auto",
+    ) -> Answer:
         started = nanoseconds()
         reader = self._readers[job] = WorkerWeightsReader(
-            job, "bench", rank, world_size, socket, mode=mode, verify=verify, timeout=SECONDS
+            job, "bench", rank, world_size, socket, mode=mode, transport=transport, verify=verify, timeout=SECONDS
         )
         reader.register([part.shard(tensor) for part, tensor in self.held], timeout=SECONDS)
         return {"seconds": (nanoseconds() - started) / 1e9}

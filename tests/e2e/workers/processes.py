@@ -72,6 +72,10 @@ class Process:
     def stop(self) -> None:
         """SIGSTOP; returns when it stands still."""
         self.signal(signal.SIGSTOP)
+        self.await_stop()
+
+    def await_stop(self) -> None:
+        """Returns when it stands still, whoever has stopped it."""
         end = time.monotonic() + PATIENCE
         while Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
             if time.monotonic() > end:

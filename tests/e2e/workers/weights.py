@@ -127,9 +127,9 @@ class Local:
 
 
 class Rank:
-    """All parts of one rank of one side ("writer" or "reader")."""
+    """All parts of one rank of one side ("writer" or "reader"), on that device."""
 
-    def __init__(self, side: str, rank: int, size: int) -> None:
+    def __init__(self, side: str, rank: int, size: int, device: str = "cpu") -> None:
         self.locals: list[Local] = []
         tied = "tied" if side == "writer" else "apart"
         for kind in MODEL:
@@ -137,7 +137,9 @@ class Rank:
             if box is None:
                 continue
             known = next((one for one in self.locals if one.kind.same and one.kind.same == kind.same), None)
-            view, base = (known.view, known.base) if known and kind.name.startswith(tied) else _made(kind, box[1])
+            view, base = (
+                (known.view, known.base) if known and kind.name.startswith(tied) else _made(kind, box[1], device)
+            )
             self.locals.append(Local(kind, box, view, base))
         self.addresses = [one.view.data_ptr() for one in self.locals]
 
@@ -165,15 +167,15 @@ class Rank:
         return found
 
 
-def _made(kind: Kind, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+def _made(kind: Kind, shape: tuple[int, ...], device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """A view of that shape inside a buffer of sentinels."""
     if kind.lie == "transposed":
-        base = _buffer(kind, (shape[1] + PADDING, shape[0] + PADDING))
+        base = _buffer(kind, (shape[1] + PADDING, shape[0] + PADDING)).to(device)
         return base.t()[: shape[0], : shape[1]], base
     if kind.lie == "stepped":
-        base = _buffer(kind, (2 * shape[0] + 1, shape[1] + PADDING))
+        base = _buffer(kind, (2 * shape[0] + 1, shape[1] + PADDING)).to(device)
         return base[: 2 * shape[0] : 2, : shape[1]], base
-    base = _buffer(kind, (math.prod(shape) + 2 * PADDING,))
+    base = _buffer(kind, (math.prod(shape) + 2 * PADDING,)).to(device)
     return base[PADDING : base.numel() - PADDING].view(shape), base
 
 
@@ -185,7 +187,7 @@ def _buffer(kind: Kind, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _neighbours_untouched(one: Local) -> bool:
-    around = one.base.clone()
+    around = one.base.cpu().clone()
     start = (one.view.data_ptr() - one.base.data_ptr()) // max(1, one.view.element_size()) if one.view.numel() else 0
     hidden = around.as_strided(one.view.shape, one.view.stride(), start)
     fresh = _buffer(one.kind, tuple(one.base.shape))
@@ -194,4 +196,4 @@ def _neighbours_untouched(one: Local) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().flatten().view(torch.uint8)
+    return tensor.cpu().contiguous().flatten().view(torch.uint8)
