@@ -90,6 +90,12 @@ def choose(job: Job, worker: Worker, step: int | None, stage: bool) -> Wait | Ve
         current.confirmed.add(worker.rank)
         worker.round += 1
         current = engine.rounds.get(worker.round)
+    if current is not None and _came_to_nothing(job, current):
+        if siblings := current.active - {worker.rank}:
+            who, what = f"{describe_ranks(siblings)} of engine {engine.name}", describe_keys([current.key])[6:]
+            return Wait(job.name, lambda: f"{who} to end their update to {what}")
+        del engine.rounds[worker.round]
+        current = None
     if current is not None:
         return _of_round(job, engine, worker, current, step)
     if step is None:
@@ -119,6 +125,12 @@ def choose(job: Job, worker: Worker, step: int | None, stage: bool) -> Wait | Ve
     if step <= job.high:
         raise VersionUnavailable(f"{job.name}: step {step} is not held any more; {job.describe_held()}", _held(job))
     return _still_to_come(job, step)
+
+
+def _came_to_nothing(job: Job, current: Round) -> bool:
+    """Its version has gone, and nobody has got it: the round may have another, for all."""
+    version = job.versions.get(current.key)
+    return not current.confirmed and (version is None or version.withdrawn)
 
 
 def awaited(job: Job, engine: Engine | None, step: int | None) -> Wait | None:

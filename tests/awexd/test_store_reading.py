@@ -423,6 +423,26 @@ def test_update_under_way_fails_when_its_version_is_withdrawn() -> None:
     check(world)
 
 
+@pytest.mark.parametrize("step", [None, 3])
+def test_update_that_came_to_nothing_for_all_is_the_same_one_when_they_try_again(step: int | None) -> None:
+    """One that hears of it first does not go on to the next while its sibling begins that one anew."""
+    world = published(1, 2)
+    first, second = engines(world, 2)
+    leases = first.resolve(), second.resolve()
+    world.store.rollback(world.job, 1)
+    first.release(leases[0], dirty=True)
+    assert isinstance(first.try_resolve(step), Wait)  # the other is in the middle of it
+    second.release(leases[1])
+    (trainer,) = _rejoin(world)
+    trainer.publish(3)
+    for engine in (first, second):
+        assert engine.update(step) == (1, 3)
+    trainer.publish(4)
+    for engine in (second, first):
+        assert engine.update(4) == (1, 4)
+    check(world)
+
+
 def test_dropping_all_leaves_nothing_held_and_readers_wait() -> None:
     world = published(1, 2)
     (engine,) = engines(world, 1)
