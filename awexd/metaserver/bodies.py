@@ -60,8 +60,10 @@ class Types:
 
     def _made(self, schema: Schema) -> Any:
         if "anyOf" in schema:
+            _check_known(schema, {"anyOf"})
             return Union[tuple(map(self.of, schema["anyOf"]))]  # noqa: UP007 - of a tuple
         if "enum" in schema:
+            _check_known(schema, {"enum"})
             return Literal[tuple(schema["enum"])]
         make = _KINDS[schema["type"]]
         return make(self, schema)
@@ -132,7 +134,7 @@ _KINDS: dict[str, Callable[[Types, Schema], Any]] = {
     "integer": lambda types, schema: _bounded(int, schema, set()),
     "string": lambda types, schema: _bounded(str, schema, {"pattern"}),
     "boolean": lambda types, schema: _bounded(bool, schema, set()),
-    "null": lambda types, schema: type(None),
+    "null": lambda types, schema: _bounded(type(None), schema, set()),
     "array": Types._array,
     "object": Types._object,
 }

@@ -82,20 +82,18 @@ def choose(job: Job, worker: Worker, step: int | None, stage: bool) -> Wait | Ve
     if worker.round not in engine.rounds and any(number > worker.round for number in engine.rounds):
         worker.round = _round_to_join(engine, worker.rank)
     current = None if stage else engine.rounds.get(worker.round)
-    if current is not None and _may_skip(engine, current, worker.rank, step):
+    nothing = current is not None and _came_to_nothing(job, current)
+    if current is not None and (nothing or _may_skip(engine, current, worker.rank, step)):
         # Its update to this version failed, and it goes on to another, with no sibling in the middle.
         if siblings := current.active - {worker.rank}:
             who, what = f"{describe_ranks(siblings)} of engine {engine.name}", describe_keys([current.key])[6:]
             return Wait(job.name, lambda: f"{who} to end their update to {what}")
-        current.confirmed.add(worker.rank)
-        worker.round += 1
+        if nothing:  # then it is the same update, for all of them
+            del engine.rounds[worker.round]
+        else:
+            current.confirmed.add(worker.rank)
+            worker.round += 1
         current = engine.rounds.get(worker.round)
-    if current is not None and _came_to_nothing(job, current):
-        if siblings := current.active - {worker.rank}:
-            who, what = f"{describe_ranks(siblings)} of engine {engine.name}", describe_keys([current.key])[6:]
-            return Wait(job.name, lambda: f"{who} to end their update to {what}")
-        del engine.rounds[worker.round]
-        current = None
     if current is not None:
         return _of_round(job, engine, worker, current, step)
     if step is None:

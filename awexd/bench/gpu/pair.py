@@ -163,8 +163,8 @@ class Pair:
         """A job of its own while the block runs."""
         job = f"bench-{os.getpid()}-{name}"
         self.prepare(weights, cut)
-        given: dict[str, Any] = {"job": job, "socket": self.socket, "verify": verify, "mode": mode}
-        given |= {"transport": transport}
+        ways = {"mode": mode, "transport": transport, "verify": verify}
+        given: dict[str, Any] = {"job": job, "socket": self.socket, **ways}
         try:
             first = {"writer": self._open(self.writers, **given, keep=KEEP)}
             first["reader"] = self._open(self.readers, **given)

@@ -145,7 +145,7 @@ class SocketGroup:
     def _lost(self, doing: str, error: Exception) -> Lost:
         if self._aborted:
             return Lost("this exchange was given up")
-        return Lost(f"sockets failed {doing}: {error.strerror if isinstance(error, OSError) else ''} {error}")
+        return Lost(f"sockets failed {doing}: {getattr(error, 'strerror', None) or error}")
 
 
 def _send(one: socket.socket, data: memoryview, end: float) -> None:
