@@ -83,6 +83,11 @@ class Bringing:
         self._key, self._listed = key, listing
         self._subject = Subject(job.name, *key, listing.attempt)
         self._segments: dict[int, Segment] = {}
+        own = job.versions.get(key)
+        self._own = own if own is not None and own.partial else None
+        """Where ranks of this node are among the writers: what is here of it already."""
+        held = [job.segments[segment_id] for segment_id in self._own.segments] if self._own else []
+        self._here = {segment.rank: segment for segment in held}
         self._fetcher: Fetcher | None = None
         self._began = time.monotonic()
         self._told: set[str] = set()
@@ -93,7 +98,9 @@ class Bringing:
     @property
     def here(self) -> int:
         """Bytes that are here and right."""
-        return self._listed.nbytes - self._fetcher.left if self._fetcher else 0
+        if self._fetcher is not None:
+            return self._listed.nbytes - self._fetcher.left
+        return sum(segment.nbytes for segment in self._here.values())
 
     def doing(self) -> str:
         """For a waiter's error."""
@@ -129,7 +136,7 @@ class Bringing:
         memories: dict[int, Memory] = {}
         try:
             self.phase = "shared memory on this node"
-            for rank in sorted(self._listed.pieces):
+            for rank in sorted(self._listed.pieces.keys() - self._here.keys()):
                 self._segments[rank] = segment = await self._slot(rank)
                 memories[rank] = self._means.mapped.use(segment)
             await self._fetch(memories)
@@ -195,7 +202,10 @@ class Bringing:
         """It still is what readers here may have."""
         job = self._job
         known = self._store.jobs.get(job.name) is job and job.mirror is self._mirror
-        return known and self._listed.attempt not in job.withdrawn and self._key not in job.versions
+        if not known or self._listed.attempt in job.withdrawn:
+            return False
+        here = job.versions.get(self._key)
+        return here is self._own and (here is None or (here.partial and not here.leaving))
 
     def _check_wanted(self, *, whole: bool = False) -> None:
         """Raises VersionConflict where it is not to be had any more, or is good for nobody."""
@@ -222,7 +232,7 @@ class Bringing:
 
     async def _all(self, memories: dict[int, Memory], offer: Offered | None) -> None:
         """Every byte, from one source after the other until it is there."""
-        pieces = self._listed.pieces
+        pieces = {rank: piece for rank, piece in self._listed.pieces.items() if rank not in self._here}
         self._fetcher = fetcher = Fetcher(
             self._means.transport,
             self._subject,
@@ -298,7 +308,8 @@ class Bringing:
         self.phase = f"bytes from {named} by {self._means.transport.name}"
         if not self._introduced:
             self._introduced = True
-            text = f"{_named(self._key)}: {self._listed.nbytes} bytes from {named}"
+            nbytes = self._fetcher.left if self._fetcher else 0
+            text = f"{_named(self._key)}: {nbytes} bytes from {named}"
             self._means.service.note("fetching", self._job.name, text, logging.DEBUG)
             self._means.service.settle()
 
@@ -317,9 +328,10 @@ class Bringing:
     def _commit(self) -> Version:
         """Headers, then the store: one that dies in between adopts it if all were sealed, and nothing of it if not."""
         job, listed, memory = self._job, self._listed, self._means.service.memory
-        segments = [self._segments[rank] for rank in range(len(self._segments))]
+        every = self._segments | self._here
+        segments = [every[rank] for rank in range(len(every))]
         size = len(segments)
-        for segment in segments:
+        for segment in self._segments.values():
             header = header_of(job, segment, self._key, listed.attempt, world_size=size, checksums=segment.checksums)
             memory.seal(segment.id, header)
         version = self._store.commit_mirrored(job, self._key, listed.attempt, segments)
@@ -327,7 +339,8 @@ class Bringing:
         seconds = time.monotonic() - self._began
         delivered = self._fetcher.delivered if self._fetcher else {}
         sources = ", ".join(f"{nbytes} from {node}" for node, nbytes in sorted(delivered.items()))
-        text = f"{version} fetched: {listed.nbytes} bytes in {seconds:.3f} s ({sources})"
+        fetched = sum(segment.nbytes for segment in self._segments.values())
+        text = f"{version} fetched: {fetched} bytes in {seconds:.3f} s ({sources})"
         self._means.service.note("fetched", job.name, text, logging.DEBUG)
         return version
 
