@@ -317,17 +317,19 @@ class App:
         version = (body["epoch"], body["step"])
         now = time.monotonic()
         wanted = body["source"], frozenset(body["avoid"])
-        made = self._state.ticket(body["node"], body["run"], routed.job, version, *wanted, now=now)
-        ticket, key, source = made
-        return self.answer(
+        more = {"ranks": body["ranks"], "parts": body["parts"]}
+        found = self._state.tickets(body["node"], body["run"], routed.job, version, *wanted, **more, now=now)
+        rows = [
             {
-                "ticket": ticket.encode().decode(),
-                "key": key.hex(),
-                "source": source.name,
-                "address": source.address,
-                "ttl_ms": int(TICKET_SECONDS * 1000),
+                "source": grant.source.name,
+                "address": grant.source.address,
+                "key": grant.key.hex(),
+                "ticket": grant.ticket.encode().decode(),
+                "ranks": sorted(grant.ranks),
             }
-        )
+            for grant in found
+        ]
+        return self.answer({"sources": rows, "ttl_ms": int(TICKET_SECONDS * 1000)})
 
     def _missing(self, connection: Connection, routed: Routed, body: Body) -> bytes:
         return self.answer({"missing": [digest for digest in body["digests"] if digest not in self.manifests]})
@@ -389,8 +391,20 @@ def _report_of(body: Body) -> Report:
         raise InvalidArgument("body: a version twice")
     engines = msgspec.to_builtins(body["engines"])
     used = frozenset([worker["digest"] for engine in engines for worker in engine["workers"]])
-    more = frozenset(body["withdrawn"]), frozenset((epoch, step) for epoch, step in body["fetching"])
-    return Report(local, body["epoch"], size, body["keep"], ranks, held, tuple(engines), used, *more)
+    return Report(
+        local,
+        body["epoch"],
+        size,
+        body["keep"],
+        ranks,
+        held,
+        tuple(engines),
+        used,
+        withdrawn=frozenset(body["withdrawn"]),
+        joined=body["joined"],
+        waiting=frozenset(body["waiting"]),
+        fetching=frozenset((epoch, step) for epoch, step in body["fetching"]),
+    )
 
 
 def _held(one: Body) -> Held:

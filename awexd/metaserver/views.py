@@ -39,6 +39,12 @@ def view(job: Job) -> dict[str, Any]:
     return {
         "brief": brief(job),
         "keep": job.keep,
+        "local": job.local,
+        "waiting": [
+            {"node": node, "ranks": sorted(report.waiting)}
+            for node, report in sorted(job.reports.items())
+            if report.waiting
+        ],
         "ranks": [{"rank": rank, "node": m.node, "digest": m.digest} for rank, m in sorted(job.members.items())],
         "pieces": [
             {
