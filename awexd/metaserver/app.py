@@ -20,10 +20,11 @@ from awexd.metaserver.http import Connection, Head, Refused, Server, not_found, 
 from awexd.metaserver.manifests import Manifests, check_body, unpacked_bytes
 from awexd.metaserver.model import Held, Piece, Report
 from awexd.metaserver.publishing import Publisher
+from awexd.metaserver.rounds import Fact, Told, Wish
 from awexd.metaserver.schema import Operation, Router
 from awexd.metaserver.state import TICKET_SECONDS, State
 from awexd.metaserver.tokens import ROLES, Tokens
-from awexd.metaserver.watching import MAX_STREAMS
+from awexd.metaserver.watching import MAX_STREAMS, Waiters
 from awexd_transports.errors import AccessDenied, BudgetExceeded, InvalidArgument
 
 DEFAULT_WAIT_MS = 30_000
@@ -77,6 +78,7 @@ class App:
         self._views: dict[str, tuple[int, bytes]] = {}
         self._unchecked = 0
         self._checking = asyncio.Semaphore(1)
+        self._engine_waiters: dict[tuple[str, str], Waiters] = {}
         self.publisher: Publisher
         self.server: Server
 
@@ -118,7 +120,16 @@ class App:
         try:
             return self._routes[operation.name](connection, routed, value)
         finally:
-            self.publisher.settle()
+            self._settle()
+
+    def _settle(self) -> None:
+        self._state.advance()
+        self.publisher.settle()
+        changed, self._state.engines = self._state.engines, set()
+        for engine in changed:
+            waiters = self._engine_waiters.pop(engine, None)
+            if waiters is not None:
+                waiters.tell(self.answer({}))
 
     def answer(self, value: Any) -> bytes:
         return self.server.answer(200, orjson.dumps(value))
@@ -137,7 +148,7 @@ class App:
         while True:
             await asyncio.sleep(EXPIRY_SECONDS)
             self._state.expire(time.monotonic())
-            self.publisher.settle()
+            self._settle()
 
     # what anyone may ask
 
@@ -304,6 +315,24 @@ class App:
         aborted = self._state.abort(*where, body["attempt"], body["reason"])
         return self._told({"aborted": aborted}, routed.job)
 
+    def _tell(self, connection: Connection, routed: Routed, body: Body) -> Outcome:
+        name = routed.places["engine"]
+        engine = self._state.tell(body["node"], body["run"], routed.job, name, _told_of(body))
+        return self._told({"seq": engine.seq, **engine.shown}, routed.job)
+
+    def _look(self, connection: Connection, routed: Routed, body: Body) -> bytes:
+        engine = self._state.look(body["node"], body["run"], routed.job, routed.places["engine"])
+        return self.answer({"look": engine.look})
+
+    def _watch_engine(self, connection: Connection, routed: Routed, body: bytes) -> Outcome:
+        job, name = self._state.jobs.get(routed.job), routed.places["engine"]
+        engine = job.engines.get(name) if job is not None else None
+        if engine is None or engine.seq != routed.query.get("after", 0):
+            return self.answer({})
+        waiters = self._engine_waiters.setdefault((routed.job, name), Waiters(self.server.answer(204, b"")))
+        waiters.add(connection, routed.query.get("timeout_ms", DEFAULT_WAIT_MS) / 1000)
+        return None
+
     def _ticket(self, connection: Connection, routed: Routed, body: Body) -> Outcome:
         if self.publisher.held(routed.job):
             return self._ticket_later(routed, body)
@@ -410,6 +439,33 @@ def _report_of(body: Body) -> Report:
 def _held(one: Body) -> Held:
     pieces = {rank: Piece(*piece) for rank, piece in _by_rank(one["pieces"]).items()}
     return Held((one["epoch"], one["step"]), one["attempt"], pieces)
+
+
+def _told_of(body: Body) -> Told:
+    """What a node says of an engine.
+
+    Raises:
+        InvalidArgument: a rank twice, or one that is not in its world.
+    """
+    told = msgspec.to_builtins(body)
+    workers = {row["rank"]: row for row in told["workers"]}
+    if len(workers) < len(told["workers"]) or any(rank >= told["world_size"] for rank in workers):
+        raise InvalidArgument("body: workers are ranks below the world's size, each once")
+    return Told(
+        world_size=told["world_size"],
+        workers=workers,
+        wishes=tuple(
+            Wish(one["id"], one["rank"], one["number"], (one["epoch"], one["step"]), one["attempt"], one["any"])
+            for one in told["wishes"]
+        ),
+        rounds=tuple(
+            Fact(one["id"], one["number"], (one["epoch"], one["step"]), one["attempt"], one["settled"], one["have"])
+            for one in told["rounds"]
+        ),
+        cannot={one["id"]: (one["code"], one["message"]) for one in told["cannot"]},
+        held=frozenset((epoch, step, attempt) for epoch, step, attempt in told["held"]),
+        look=told["look"],
+    )
 
 
 def _is_loopback(host: str) -> bool:
