@@ -34,9 +34,12 @@ class TcpServer:
     """Listens from the start; ``run`` serves. Owns its socket.
 
     Attributes:
+        serves: transports by which it does.
         refused: connections that were not let in.
         sent: bytes of pieces.
     """
+
+    serves: tuple[str, ...] = ("tcp",)
 
     def __init__(self, host: str, port: int, admission: Admission, settings: PeerSettings) -> None:
         self._admission = admission
@@ -140,7 +143,7 @@ class TcpServer:
         self._proven += 1
         try:
             with offer.user(link):
-                await link.send(greeting.READY, stall)
+                await link.send(greeting.ready(self.serves), stall)
                 await self._serve(link, offer)
         finally:
             self._proven -= 1
@@ -169,16 +172,19 @@ class TcpServer:
             if offer.withdrawn:
                 raise offer.gone()
             await link.receive(memoryview(frame), self._settings.idle)
-            kind, piece, summed = decode(frame)
-            if kind is not Kind.WANT:
-                raise ProtocolError(f"a target that sends {kind.name}")
-            offer.check(piece)
-            while not await offer.arrives(piece, HEARTBEAT):
-                await link.send(Frame(Kind.WAITING, NOTHING).encode(), self._settings.stall)
-            with offer.sending(piece.rank) as memory:
-                await link.send(Frame(Kind.BYTES, piece, summed).encode(), self._settings.stall)
-                await self._send(link, memory, piece, summed)
-            self.sent += piece.nbytes
+            await self._piece(link, offer, decode(frame))
+
+    async def _piece(self, link: Link, offer: Offered, frame: Frame) -> None:
+        kind, piece, summed = frame
+        if kind is not Kind.WANT:
+            raise ProtocolError(f"a target that sends {kind.name}")
+        offer.check(piece)
+        while not await offer.arrives(piece, HEARTBEAT):
+            await link.send(Frame(Kind.WAITING, NOTHING).encode(), self._settings.stall)
+        with offer.sending(piece.rank) as memory:
+            await link.send(Frame(Kind.BYTES, piece, summed).encode(), self._settings.stall)
+            await self._send(link, memory, piece, summed)
+        self.sent += piece.nbytes
 
     async def _send(self, link: Link, memory: Memory, piece: Piece, summed: bool) -> None:
         stall = self._settings.stall
