@@ -17,9 +17,9 @@ from awexd import access
 from awexd.nodes.announcing import Announcer
 from awexd.nodes.mapped import Mapped
 from awexd.nodes.metaclient import MetaClient
-from awexd.nodes.mirroring import PEERS, Bringing, Means
+from awexd.nodes.mirroring import Bringing, Means
+from awexd.nodes.routes import Routes
 from awexd.nodes.serving import Serving
-from awexd.peers.tcp import Tcp
 from awexd.service import Service
 from awexd.store.mirroring import NOTHING
 from awexd.store.model import Job, Listing, Mirror, VersionKey, describe_ranks
@@ -46,11 +46,14 @@ _log = logging.getLogger(__name__)
 class Following:
     """Follows until cancelled. When ``run`` has ended, nothing is written into any slot any more."""
 
-    def __init__(self, service: Service, announcer: Announcer, serving: Serving | None, mapped: Mapped) -> None:
+    def __init__(
+        self, service: Service, announcer: Announcer, serving: Serving | None, mapped: Mapped, routes: Routes
+    ) -> None:
         self._service = service
         self._announcer = announcer
         self._serving = serving
         self._mapped = mapped
+        self._routes = routes
         self._follows: dict[str, Follow] = {}
         self._dirty: set[str] = set(service.store.jobs)
         self._wake = asyncio.Event()
@@ -65,20 +68,23 @@ class Following:
         bringing = follow.bringing if follow is not None else None
         return {
             "trainer_on": list(job.mirror.nodes),
-            "route": Tcp.name,
+            "route": self._routes.name,
             "waits_for": job.mirror.doing() if follow is not None else "an engine here",
             "problem": follow.problem if follow is not None else None,
             "fetching": bringing.status() if bringing is not None else None,
         }
 
     async def run(self) -> None:
+        with self._routes.open():
+            await self._follow()
+
+    async def _follow(self) -> None:
         async with (
             self._announcer.client() as client,
             self._announcer.client(connections=0) as watcher,
             asyncio.TaskGroup() as group,
         ):
-            transport = Tcp(PEERS)
-            means = Means(self._service, self._announcer, client, transport, self._mapped, self._serving, {})
+            means = Means(self._service, self._announcer, client, self._routes, self._mapped, self._serving, {})
             self._wake.set()
             while True:
                 await self._wake.wait()

@@ -96,7 +96,7 @@ async def hear(link: Link, within: float) -> dict[str, Any]:
     await link.receive(memoryview(head), within)
     (length,) = LENGTH.unpack(head)
     if length > MAX_GREETING:
-        raise ProtocolError(f"a greeting of {length} bytes")
+        raise ProtocolError(f"a greeting of {length} bytes: no awexd, or one with TLS where this node has none")
     body = bytearray(length)
     await link.receive(memoryview(body), within)
     return decode_greeting(body)

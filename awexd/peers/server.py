@@ -7,7 +7,7 @@ import contextlib
 import errno
 import logging
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from awexd.peers import greeting
 from awexd.peers.link import CHUNK, Link, accepted
@@ -48,6 +48,8 @@ class TcpServer:
         self._unproven: dict[asyncio.Task[None], None] = {}
         self._proven = 0
         self.refused = self.sent = 0
+        self.unproven_tls: Callable[[str], None] = lambda text: None
+        """Told of connections whose TLS fails."""
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             self._listener = socket.create_server(found[0][4][:2], family=found[0][0], backlog=BACKLOG)
@@ -102,7 +104,7 @@ class TcpServer:
         link: Link | None = None
         try:
             async with asyncio.timeout(self._settings.handshake):
-                link = await accepted(sock, self._settings.server_tls, self._settings.handshake)
+                link = await self._accepted(sock, who)
                 ticket = await self._admitted(link, who)
             if ticket is not None:
                 await self._proven_connection(link, ticket)
@@ -118,6 +120,13 @@ class TcpServer:
                 sock.close()
             else:
                 link.abort()
+
+    async def _accepted(self, sock: socket.socket, who: str) -> Link:
+        try:
+            return await accepted(sock, self._settings.server_tls, self._settings.handshake)
+        except ConnectionError as error:
+            self.unproven_tls(f"{who} was not let in: {error}")
+            raise
 
     async def _admitted(self, link: Link, who: str) -> Ticket | None:
         try:

@@ -119,6 +119,8 @@ async def greeted(source: Source, subject: Subject, settings: PeerSettings) -> t
         serves = await within(introduce(link, source, settings.handshake), settings.handshake)
     except (AwexdError, OSError) as error:
         _abort(link)
+        if isinstance(error, ConnectionError) and phase == "handshake" and settings.client_tls is not None:
+            error = ConnectionError(f"TLS failed, if it does not accept this node's certificate: {error}")
         raise named(error, source, subject, phase) from error
     except BaseException:
         _abort(link)

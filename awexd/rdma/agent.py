@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from awexd.rdma.child import Child, TransferFailed
+from awexd.rdma.child import CALL_SECONDS, Child, TransferFailed
 from awexd_transports.base import Memory
 
-MAP_SECONDS = 120.0
-"""To map and register a segment: devices pin all of it."""
+MAP_RATE = 1 << 30
+"""Bytes a second at which a segment is registered at least: devices pin all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class Agent:
         fd, writable = _reopened(memory)
         try:
             asked: dict[str, Any] = {"key": key, "nbytes": memory.nbytes, "base": memory.base, "writable": writable}
-            address = (await child.call("map", fd=fd, within=MAP_SECONDS, **asked))["address"]
+            address = await child.map(fd, CALL_SECONDS + memory.nbytes / MAP_RATE, asked)
         finally:
             os.close(fd)
         metadata = (await child.call("describe", key=key))["metadata"] if target else ""

@@ -18,7 +18,7 @@ from awexd.rdma.available import devices, module
 from awexd.rdma.sidecar import MAX_MESSAGE
 
 START_SECONDS = 30.0
-CALL_SECONDS = 10.0
+CALL_SECONDS = 5.0
 QUIET = {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal", "UCX_HANDLE_ERRORS": "none"}
 """A peer that goes away is told by us; who wants more sets these in the environment."""
 Progress = Callable[[int], None]
@@ -33,6 +33,7 @@ class Child:
 
     Attributes:
         ended: it takes no more; after ``kill`` has returned it is dead, too.
+        mapping: segments that it is mapping now.
     """
 
     def __init__(self, name: str) -> None:
@@ -60,6 +61,7 @@ class Child:
         self._expected = 0
         self.name, self.pid = name, self._process.pid
         self.ended = False
+        self.mapping = 0
 
     @property
     def alive(self) -> bool:
@@ -95,6 +97,15 @@ class Child:
         if "error" in found:
             raise TransferFailed(found["error"])
         return found
+
+    async def map(self, fd: int, within: float, arguments: dict[str, Any]) -> int:
+        """Maps a segment; where its data lies then. Nothing else goes on meanwhile."""
+        self.mapping += 1
+        try:
+            address: int = (await self.call("map", fd=fd, within=within, **arguments))["address"]
+        finally:
+            self.mapping -= 1
+        return address
 
     def tell(self, do: str, **arguments: Any) -> None:
         """For what has no answer; nothing happens where it has ended."""

@@ -48,7 +48,9 @@ class Rdma:
         link, serves = await greeted(source, subject, self._settings)
         if self.name not in serves:
             link.abort()
-            raise named(DaemonUnavailable("it does not serve by rdma"), source, subject, "handshake")
+            raise named(
+                DaemonUnavailable("it does not serve by rdma", {"serves": list(serves)}), source, subject, "handshake"
+            )
         return RdmaLane(link, source, subject, self._settings, TARGET)
 
 

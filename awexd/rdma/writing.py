@@ -166,7 +166,7 @@ class Writes:
             )
         finally:
             moving.cancel()
-        if not done:
+        if not done and not child.mapping:
             await child.kill()
             raise TransferFailed(f"nothing was written for {self._settings.stall:g} s")
         error = self._ahead.exception() if self._ahead.done() else None

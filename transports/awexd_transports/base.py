@@ -214,7 +214,18 @@ class Lane(Protocol):
         """Ends it; pieces under way fail."""
 
 
-class Transport(Protocol):
+class Connects(Protocol):
+    """The fetching side of a transport, or of several."""
+
+    async def connect(self, source: Source, subject: Subject) -> Lane:
+        """A lane on which both sides have proven who they are.
+
+        Raises:
+            AccessDenied, DaemonUnavailable, DeadlineExceeded, VersionUnavailable, ProtocolError: as ``Lane.fetch``.
+        """
+
+
+class Transport(Connects, Protocol):
     """Moves pieces between nodes."""
 
     name: ClassVar[str]
@@ -225,11 +236,4 @@ class Transport(Protocol):
 
         Raises:
             InvalidArgument: not an address of this machine, or taken.
-        """
-
-    async def connect(self, source: Source, subject: Subject) -> Lane:
-        """A lane on which both sides have proven who they are.
-
-        Raises:
-            AccessDenied, DaemonUnavailable, DeadlineExceeded, VersionUnavailable, ProtocolError: as ``Lane.fetch``.
         """
