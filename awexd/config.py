@@ -45,6 +45,9 @@ class Settings:
         advertise: ``host:port`` where those reach it; None: where it listens.
         fetch_grace: seconds that other nodes in the middle of fetching a version keep its memory once it has retired.
         token_file: of the token that the MetaServer wants.
+        peer_transport: how bytes come from other nodes: "auto", "tcp" or "rdma".
+        peer_tls_cert, peer_tls_key, peer_tls_ca: of TLS between daemons: this one's own certificate and key, and the
+            authorities of the others'; None: their bytes are neither private nor authentic.
         tls_ca: certificates that the MetaServer's is to be signed by; tls_cert, tls_key: the daemon's own.
     """
 
@@ -64,6 +67,10 @@ class Settings:
     advertise: str | None = None
     fetch_grace: float = 10.0
     token_file: Path | None = None
+    peer_transport: str = "auto"
+    peer_tls_cert: Path | None = None
+    peer_tls_key: Path | None = None
+    peer_tls_ca: Path | None = None
     tls_ca: Path | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
@@ -232,6 +239,10 @@ _KINDS: dict[str, Kind] = {
     "advertise": _address,
     "fetch_grace": _seconds,
     "token_file": _path,
+    "peer_transport": _matching(re.compile("auto|tcp|rdma"), "auto, tcp or rdma"),
+    "peer_tls_cert": _path,
+    "peer_tls_key": _path,
+    "peer_tls_ca": _path,
     "tls_ca": _path,
     "tls_cert": _path,
     "tls_key": _path,

@@ -190,6 +190,7 @@ def _status(answer: Answer) -> list[str]:
         state = "announced" if told["connected"] else f"not announced: {told['problem']}"
         where = told["address"] or "serves no others"
         lines.append(f"MetaServer {told['url']}, node {told['node']} ({where}): {state}")
+        lines += [_route(route) for route in told["routes"]]
     lines += [line for gpu in answer["phases"] for line in _phase(gpu)]
     for job in answer["jobs"]:
         held, borrowed = (
@@ -245,6 +246,11 @@ def _elsewhere(told: Answer | None) -> list[str]:
         come, whole, rate = (_size(fetching[key]) for key in ("here_bytes", "bytes", "bytes_per_second"))
         lines.append(f"  fetching {epoch}.{step}: {come} of {whole}, {rate}/s, from {', '.join(fetching['sources'])}")
     return [*lines, f"  waits for {told['waits_for']}"]
+
+
+def _route(route: Answer) -> str:
+    rate = "rate not measured" if route["bytes_per_second"] is None else f"{_size(route['bytes_per_second'])}/s"
+    return f"route from node {route['node']}: {route['transport']}, {rate}, since {ago(route['since'])}: {route['why']}"
 
 
 def _phase(gpu: Answer) -> list[str]:

@@ -4,7 +4,7 @@ A source and a target, each a process of its own, with 1 GiB in memory objects. 
 its end, connections and greeting included, neither TLS nor checksums. ``tcp-rate-checksum``: with each cell compared
 with its writer's checksum. The limit is the faster of two bare copies of the same run: blocking sockets, a thread a
 stream (``sendall``, ``recv_into``), and non-blocking ones on uvloop. With ``--write`` the figures go to
-``benchmarks/results/tcp.json``.
+``benchmarks/results/nodes.json``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import numpy as np
 import uvloop
 
 from awexd import tickets
-from awexd.bench.figures import Bar, Figure, quartiles, table, write
+from awexd.bench.figures import Bar, Figure, names, quartiles, table, write
 from awexd.peers.cells import Cells
 from awexd.peers.fetcher import Fetcher
 from awexd.peers.settings import PeerSettings
@@ -46,7 +46,7 @@ KEY = b"k" * 32
 CHUNK = 1 << 20
 WITHIN = 120.0
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "tcp.json"
+RESULTS = ROOT / "benchmarks" / "results" / "nodes.json"
 NAMES = ["tcp-rate", "tcp-rate-checksum"]
 BARS = {"tcp-rate": Bar("ratio", ">=", 0.9)}
 
@@ -65,7 +65,8 @@ def main() -> None:
     print("\n".join(table(figures)))
     if arguments.write:
         options = f" --streams {arguments.streams}" if arguments.streams != PeerSettings().streams else ""
-        write(RESULTS, figures, f"python benchmarks/tcp.py --rounds {arguments.rounds}{options}")
+        command = f"python benchmarks/tcp.py --rounds {arguments.rounds}{options}"
+        write(RESULTS, figures, command, keep=names(RESULTS))
 
 
 def manifest() -> Manifest:
@@ -76,7 +77,7 @@ def manifest() -> Manifest:
 
 
 @contextmanager
-def _memory(nbytes: int) -> Iterator[Memory]:
+def memory_of(nbytes: int) -> Iterator[Memory]:
     """An object of memory, all of whose pages are there."""
     fd = os.memfd_create("awexd-bench")
     os.ftruncate(fd, HEADER_BYTES + nbytes)
@@ -180,14 +181,14 @@ def _measure(rounds: int, streams: int) -> list[Figure]:
     nbytes = segment_nbytes(made)
     settings = PeerSettings(streams=streams)
     cells = Cells(made)
-    with _memory(nbytes) as held, _memory(nbytes) as into:
+    with memory_of(nbytes) as held, memory_of(nbytes) as into:
         _sum(made, held)
         command = [sys.executable, __file__, "--serve", str(held.fd), "--streams", str(streams)]
         environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         with subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=[held.fd], env=environ) as serving:
             try:
                 ports = json.loads(serving.stdout.readline()) if serving.stdout else []
-                source = _source(ports[0])
+                source = source_at(ports[0])
 
                 def fetch(**options: Any) -> Callable[[], None]:
                     def run() -> None:
@@ -211,7 +212,7 @@ def _measure(rounds: int, streams: int) -> list[Figure]:
                         started = time.perf_counter()
                         way()
                         seconds = time.perf_counter() - started
-                        if not _equal(into.view, held.view):
+                        if not equal(into.view, held.view):
                             raise RuntimeError(f"{name}: the bytes differ")
                         if number:  # the first warms up
                             rates[name].append(nbytes / seconds / 1e9)
@@ -220,7 +221,7 @@ def _measure(rounds: int, streams: int) -> list[Figure]:
     return list(_figures(rates, streams))
 
 
-def _equal(one: memoryview, other: memoryview) -> bool:
+def equal(one: memoryview, other: memoryview) -> bool:
     return np.array_equal(np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8))
 
 
@@ -234,7 +235,7 @@ def _figures(rates: dict[str, list[float]], streams: int) -> Iterator[Figure]:
         yield Figure(name, value, "GB/s", limit, ratio, BARS.get(name), low, high, len(bare), more=more)
 
 
-def _source(port: int) -> Source:
+def source_at(port: int) -> Source:
     body = tickets.Ticket(*SUBJECT, "source", "target", "run", 1, "serial").encode()
     return Source("source", "127.0.0.1", port, body, tickets.key_of(KEY, body))
 

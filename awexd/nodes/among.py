@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
+import time
 from typing import Any
 
 from awexd.config import Settings
@@ -11,12 +14,14 @@ from awexd.nodes.following import Following
 from awexd.nodes.mapped import Mapped
 from awexd.nodes.mirroring import PEERS
 from awexd.nodes.rounds import Rounds
+from awexd.nodes.routes import Routes, peer_settings, serving, transports
 from awexd.nodes.serving import Serving
-from awexd.peers.tcp import Tcp
 from awexd.service import Service
 from awexd.store.model import Job
 from awexd_transports.errors import InvalidArgument
 
+REFUSAL_SECONDS = 10.0
+"""Between two events of that kind."""
 WILDCARDS = ("0.0.0.0", "::")
 
 
@@ -29,31 +34,48 @@ class Cluster:
 
     def __init__(self, service: Service, settings: Settings) -> None:
         address = settings.advertise
+        self._service, self._refusal = service, -math.inf
         self._announcer = Announcer(service, settings)
         self._mapped = Mapped(service)
         service.store.clustered = True
         self._ending: list[asyncio.Task[None]] = []
         self._server, self._serving = None, None
+        peers = peer_settings(settings, PEERS)
+        self._routes = Routes(*transports(settings, peers), self._noted)
         if settings.listen is not None:
             host, _, port = settings.listen.rpartition(":")
             if address is None and host.strip("[]") in WILDCARDS:
                 raise InvalidArgument(f"listen = {settings.listen}: advertise must say where others reach it")
-            self._server = Tcp(PEERS).serve(host.strip("[]"), int(port), self._announcer.admission)
+            self._server = serving(settings, peers, self._announcer.admission, host.strip("[]"), int(port))
+            self._server.unproven_tls = self._refused
             address = address or f"{host}:{self._server.address[1]}"
             self._serving = Serving(service, self._server, self._mapped)
         self._announcer.address = address
-        self._following = Following(service, self._announcer, self._serving, self._mapped)
+        self._following = Following(service, self._announcer, self._serving, self._mapped, self._routes)
         self._rounds = Rounds(service, self._announcer)
         self.seen = self._rounds.seen
 
     def status(self) -> dict[str, Any]:
         """For people."""
         sent = self._serving.sent if self._serving is not None else 0
-        return self._announcer.status() | {"address": self._announcer.address, "sent_bytes": sent}
+        told = {"address": self._announcer.address, "sent_bytes": sent, "routes": self._routes.status()}
+        return self._announcer.status() | told
 
     def following(self, job: Job) -> dict[str, Any] | None:
         """Where a job comes from that is decided elsewhere."""
         return self._following.status(job)
+
+    def _noted(self, text: str, level: int) -> None:
+        self._service.note("route", "", text, level)
+        self._service.settle()
+
+    def _refused(self, text: str) -> None:
+        """Somebody without a good certificate; told now and then."""
+        now = time.monotonic()
+        if now >= self._refusal:
+            self._refusal = now + REFUSAL_SECONDS
+            self._service.note("refused", "", text, logging.WARNING)
+            self._service.settle()
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:

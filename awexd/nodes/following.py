@@ -18,9 +18,9 @@ from awexd.nodes.announcing import Announcer
 from awexd.nodes.joining import Joining
 from awexd.nodes.mapped import Mapped
 from awexd.nodes.metaclient import MetaClient
-from awexd.nodes.mirroring import PEERS, Bringing, Means
+from awexd.nodes.mirroring import Bringing, Means
+from awexd.nodes.routes import Routes
 from awexd.nodes.serving import Serving
-from awexd.peers.tcp import Tcp
 from awexd.service import Across, Service
 from awexd.store.mirroring import NOTHING
 from awexd.store.model import Job, Listing, Mirror, VersionKey, describe_ranks
@@ -48,11 +48,14 @@ _log = logging.getLogger(__name__)
 class Following:
     """Follows until cancelled. When ``run`` has ended, nothing is written into any slot any more."""
 
-    def __init__(self, service: Service, announcer: Announcer, serving: Serving | None, mapped: Mapped) -> None:
+    def __init__(
+        self, service: Service, announcer: Announcer, serving: Serving | None, mapped: Mapped, routes: Routes
+    ) -> None:
         self._service = service
         self._announcer = announcer
         self._serving = serving
         self._mapped = mapped
+        self._routes = routes
         self._follows: dict[str, Follow] = {}
         self._dirty: set[str] = set(service.store.jobs)
         self._wake = asyncio.Event()
@@ -69,20 +72,23 @@ class Following:
         return {
             "trainer_on": list(job.mirror.nodes),
             "joined": job.joined is not None,
-            "route": Tcp.name,
+            "route": self._routes.name,
             "waits_for": job.mirror.doing() if follow is not None else "an engine here",
             "problem": (follow.problem or (job.joined.problem if job.joined else None) or None) if follow else None,
             "fetching": bringing.status() if bringing is not None else None,
         }
 
     async def run(self) -> None:
+        with self._routes.open():
+            await self._follow()
+
+    async def _follow(self) -> None:
         async with (
             self._announcer.client() as client,
             self._announcer.client(connections=0) as watcher,
             asyncio.TaskGroup() as group,
         ):
-            transport = Tcp(PEERS)
-            means = Means(self._service, self._announcer, client, transport, self._mapped, self._serving, {})
+            means = Means(self._service, self._announcer, client, self._routes, self._mapped, self._serving, {})
             self._wake.set()
             while True:
                 await self._wake.wait()

@@ -14,6 +14,7 @@ from awexd.adoption import header_of
 from awexd.nodes.announcing import Announcer
 from awexd.nodes.mapped import Mapped
 from awexd.nodes.metaclient import MetaClient
+from awexd.nodes.routes import Routes
 from awexd.nodes.serving import Serving
 from awexd.peers.cells import Cells
 from awexd.peers.fetcher import Fetcher
@@ -23,7 +24,7 @@ from awexd.peers.threads import in_thread
 from awexd.service import Service
 from awexd.store import Segment, Version, Wait
 from awexd.store.model import Job, Listing, Mirror, VersionKey
-from awexd_transports.base import Memory, Source, Subject, Transport
+from awexd_transports.base import Memory, Source, Subject
 from awexd_transports.errors import (
     AwexdError,
     DaemonUnavailable,
@@ -61,7 +62,7 @@ class Means:
     service: Service
     announcer: Announcer
     client: MetaClient
-    transport: Transport
+    transport: Routes
     mapped: Mapped
     serving: Serving | None
     known: dict[str, Known]

@@ -11,7 +11,7 @@ from awexd.peers.cells import Cells, Checked
 from awexd.peers.pace import Pace, slowest
 from awexd.peers.pieces import Pieces
 from awexd.peers.settings import PeerSettings
-from awexd_transports.base import Lane, Memory, Piece, Source, Subject, Transport
+from awexd_transports.base import Connects, Lane, Memory, Piece, Source, Subject
 from awexd_transports.errors import (
     AccessDenied,
     AwexdError,
@@ -52,7 +52,7 @@ class Fetcher:
 
     def __init__(
         self,
-        transport: Transport,
+        transport: Connects,
         subject: Subject,
         wants: Mapping[int, Ranges],
         memories: Mapping[int, Memory],

@@ -17,7 +17,7 @@ from awexd_transports.base import Admission, Source
 from awexd_transports.errors import AccessDenied, AwexdError, ProtocolError
 
 REFUSED = encode_greeting({"protocol": PROTOCOL, "refused": True})
-READY = encode_greeting({"ready": True})
+MAX_SERVES = 16
 
 
 async def admit(link: Link, admission: Admission, within: float) -> tickets.Ticket:
@@ -48,8 +48,8 @@ async def admit(link: Link, admission: Admission, within: float) -> tickets.Tick
     return ticket
 
 
-async def introduce(link: Link, source: Source, within: float) -> None:
-    """The target's part; returns when the source serves.
+async def introduce(link: Link, source: Source, within: float) -> tuple[str, ...]:
+    """The target's part; returns when the source serves: the transports by which it does, beside ``tcp``.
 
     Raises:
         AccessDenied: it lets this node not in, or does not know the ticket's key itself.
@@ -74,6 +74,15 @@ async def introduce(link: Link, source: Source, within: float) -> None:
     _check(welcome)
     if welcome.get("ready") is not True:
         raise ProtocolError("an answer that is neither ready nor refused")
+    serves = welcome.get("serves", [])
+    if type(serves) is not list or len(serves) > MAX_SERVES or any(type(name) is not str for name in serves):
+        raise ProtocolError("an answer whose transports are no names")
+    return tuple(serves)
+
+
+def ready(serves: tuple[str, ...]) -> bytes:
+    """A source's last word to a target that it serves: by what, where that is not ``tcp`` alone."""
+    return encode_greeting({"ready": True} | ({"serves": list(serves)} if serves != ("tcp",) else {}))
 
 
 async def hear(link: Link, within: float) -> dict[str, Any]:
@@ -87,7 +96,7 @@ async def hear(link: Link, within: float) -> dict[str, Any]:
     await link.receive(memoryview(head), within)
     (length,) = LENGTH.unpack(head)
     if length > MAX_GREETING:
-        raise ProtocolError(f"a greeting of {length} bytes")
+        raise ProtocolError(f"a greeting of {length} bytes: no awexd, or one with TLS where this node has none")
     body = bytearray(length)
     await link.receive(memoryview(body), within)
     return decode_greeting(body)

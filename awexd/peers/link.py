@@ -309,10 +309,13 @@ async def _tls(sock: socket.socket, tls: ssl.SSLContext, within: float, server_h
         if isinstance(error, TimeoutError):
             raise TimeoutError(f"no TLS within {within:g} s") from None
         if isinstance(error, OSError):
-            raise ConnectionError(f"TLS failed: {_text(error)}") from error
+            text = _text(error) if isinstance(error, ssl.SSLError) else f"TLS failed: it ended the connection {error}"
+            raise ConnectionError(text.strip()) from error
         raise
     return TlsLink(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
 
 
 def _text(error: OSError) -> str:
+    if isinstance(error, ssl.SSLError):
+        return f"TLS failed: {getattr(error, 'verify_message', '') or error.reason or error}"
     return error.strerror or str(error) or type(error).__name__

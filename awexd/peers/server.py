@@ -7,7 +7,7 @@ import contextlib
 import errno
 import logging
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from awexd.peers import greeting
 from awexd.peers.link import CHUNK, Link, accepted
@@ -34,9 +34,12 @@ class TcpServer:
     """Listens from the start; ``run`` serves. Owns its socket.
 
     Attributes:
+        serves: transports by which it does.
         refused: connections that were not let in.
         sent: bytes of pieces.
     """
+
+    serves: tuple[str, ...] = ("tcp",)
 
     def __init__(self, host: str, port: int, admission: Admission, settings: PeerSettings) -> None:
         self._admission = admission
@@ -45,6 +48,8 @@ class TcpServer:
         self._unproven: dict[asyncio.Task[None], None] = {}
         self._proven = 0
         self.refused = self.sent = 0
+        self.unproven_tls: Callable[[str], None] = lambda text: None
+        """Told of connections whose TLS fails."""
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             self._listener = socket.create_server(found[0][4][:2], family=found[0][0], backlog=BACKLOG)
@@ -99,7 +104,7 @@ class TcpServer:
         link: Link | None = None
         try:
             async with asyncio.timeout(self._settings.handshake):
-                link = await accepted(sock, self._settings.server_tls, self._settings.handshake)
+                link = await self._accepted(sock, who)
                 ticket = await self._admitted(link, who)
             if ticket is not None:
                 await self._proven_connection(link, ticket)
@@ -115,6 +120,13 @@ class TcpServer:
                 sock.close()
             else:
                 link.abort()
+
+    async def _accepted(self, sock: socket.socket, who: str) -> Link:
+        try:
+            return await accepted(sock, self._settings.server_tls, self._settings.handshake)
+        except ConnectionError as error:
+            self.unproven_tls(f"{who} was not let in: {error}")
+            raise
 
     async def _admitted(self, link: Link, who: str) -> Ticket | None:
         try:
@@ -140,7 +152,7 @@ class TcpServer:
         self._proven += 1
         try:
             with offer.user(link):
-                await link.send(greeting.READY, stall)
+                await link.send(greeting.ready(self.serves), stall)
                 await self._serve(link, offer)
         finally:
             self._proven -= 1
@@ -169,16 +181,19 @@ class TcpServer:
             if offer.withdrawn:
                 raise offer.gone()
             await link.receive(memoryview(frame), self._settings.idle)
-            kind, piece, summed = decode(frame)
-            if kind is not Kind.WANT:
-                raise ProtocolError(f"a target that sends {kind.name}")
-            offer.check(piece)
-            while not await offer.arrives(piece, HEARTBEAT):
-                await link.send(Frame(Kind.WAITING, NOTHING).encode(), self._settings.stall)
-            with offer.sending(piece.rank) as memory:
-                await link.send(Frame(Kind.BYTES, piece, summed).encode(), self._settings.stall)
-                await self._send(link, memory, piece, summed)
-            self.sent += piece.nbytes
+            await self._piece(link, offer, decode(frame))
+
+    async def _piece(self, link: Link, offer: Offered, frame: Frame) -> None:
+        kind, piece, summed = frame
+        if kind is not Kind.WANT:
+            raise ProtocolError(f"a target that sends {kind.name}")
+        offer.check(piece)
+        while not await offer.arrives(piece, HEARTBEAT):
+            await link.send(Frame(Kind.WAITING, NOTHING).encode(), self._settings.stall)
+        with offer.sending(piece.rank) as memory:
+            await link.send(Frame(Kind.BYTES, piece, summed).encode(), self._settings.stall)
+            await self._send(link, memory, piece, summed)
+        self.sent += piece.nbytes
 
     async def _send(self, link: Link, memory: Memory, piece: Piece, summed: bool) -> None:
         stall = self._settings.stall

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from awexd.peers.greeting import introduce
 from awexd.peers.link import Link, connect
@@ -22,6 +22,8 @@ from awexd_transports.errors import (
     ProtocolError,
 )
 
+T = TypeVar("T")
+
 
 class Tcp:
     """Stateless: makes servers and lanes (``base.Transport``)."""
@@ -36,19 +38,8 @@ class Tcp:
         return TcpServer(host, port, admission, self._settings)
 
     async def connect(self, source: Source, subject: Subject) -> TcpLane:
-        settings, phase = self._settings, "connect"
-        link: Link | None = None
-        try:
-            link = await connect(source.host, source.port, settings.client_tls, settings.connect, settings.handshake)
-            phase = "handshake"
-            await within(introduce(link, source, settings.handshake), settings.handshake)
-        except (AwexdError, OSError) as error:
-            _abort(link)
-            raise named(error, source, subject, phase) from error
-        except BaseException:
-            _abort(link)
-            raise
-        return TcpLane(link, source, subject, settings)
+        link, _ = await greeted(source, subject, self._settings)
+        return TcpLane(link, source, subject, self._settings)
 
 
 class TcpLane:
@@ -85,7 +76,7 @@ class TcpLane:
         finally:
             if not mine.done():
                 mine.set_result(None)
-        if shown is not None and shown != await in_thread(_sum, piece, memory):
+        if shown is not None and shown != await in_thread(sum_of, piece, memory):
             why = IntegrityError("the bytes are not those that were sent")
             raise named(why, self._source, self._subject, f"fetch of {piece}")
 
@@ -114,17 +105,41 @@ class TcpLane:
         return int(SUM.unpack(tail)[0])
 
 
-def _sum(piece: Piece, memory: Memory) -> int:
+async def greeted(source: Source, subject: Subject, settings: PeerSettings) -> tuple[Link, tuple[str, ...]]:
+    """A connection on which both sides are proven, and the transports by which the source serves beside ``tcp``.
+
+    Raises:
+        AwexdError: as ``Transport.connect``.
+    """
+    phase = "connect"
+    link: Link | None = None
+    try:
+        link = await connect(source.host, source.port, settings.client_tls, settings.connect, settings.handshake)
+        phase = "handshake"
+        serves = await within(introduce(link, source, settings.handshake), settings.handshake)
+    except (AwexdError, OSError) as error:
+        _abort(link)
+        if isinstance(error, ConnectionError) and phase == "handshake" and settings.client_tls is not None:
+            error = ConnectionError(f"TLS failed, if it does not accept this node's certificate: {error}")
+        raise named(error, source, subject, phase) from error
+    except BaseException:
+        _abort(link)
+        raise
+    return link, serves
+
+
+def sum_of(piece: Piece, memory: Memory) -> int:
+    """Of a piece that is here, as its source sums it. Blocks."""
     total = Sum(memory.nbytes)
     with memory.view[piece.offset : piece.end] as held:
         total.add(held, piece.offset)
     return total.value
 
 
-async def within(work: Coroutine[Any, Any, None], seconds: float) -> None:
+async def within(work: Coroutine[Any, Any, T], seconds: float) -> T:
     try:
         async with asyncio.timeout(seconds):
-            await work
+            return await work
     except TimeoutError as error:
         raise TimeoutError(str(error) or f"not done within {seconds:g} s") from None
 

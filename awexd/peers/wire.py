@@ -18,19 +18,29 @@ PROTOCOL = 1
 MAX_GREETING = 4096
 MAX_ERROR = 4096
 MAX_PIECE = 1 << 30
+MAX_ATTACH = 64 << 10
+MAX_METADATA = 32 << 10
+"""Of an agent: opaque bytes."""
+MAX_AGENT = 100
 LENGTH = struct.Struct("<I")
 SUM = struct.Struct("<Q")
+ADDRESS = struct.Struct("<Q")
 _FRAME = struct.Struct("<BBHIQQ")
 FRAME_BYTES = _FRAME.size
 
 
 class Kind(IntEnum):
-    """What a frame is. ``WANT`` goes to the source, the others come from it."""
+    """What a frame is. ``WANT``, ``ATTACH`` and ``PUT`` go to the source, the others come from it."""
 
     WANT = 1
     BYTES = 2
     WAITING = 3
     ERROR = 4
+    ATTACH = 5
+    PUT = 6
+    WRITTEN = 7
+    DONE = 8
+    FAILED = 9
 
 
 class Frame(NamedTuple):
@@ -45,6 +55,7 @@ class Frame(NamedTuple):
 
 
 NOTHING = Piece(0, 0, 0)
+_LIMITS: dict[int, int] = {Kind.ERROR: MAX_ERROR, Kind.FAILED: MAX_ERROR, Kind.ATTACH: MAX_ATTACH}
 
 
 def decode(frame: bytes | bytearray) -> Frame:
@@ -56,15 +67,37 @@ def decode(frame: bytes | bytearray) -> Frame:
     kind, summed, zero, rank, offset, nbytes = _FRAME.unpack(frame)
     if kind not in Kind.__members__.values() or summed > 1 or zero:
         raise ProtocolError("a malformed frame")
-    if nbytes > (MAX_ERROR if kind == Kind.ERROR else MAX_PIECE):
+    if nbytes > _LIMITS.get(kind, MAX_PIECE):
         raise ProtocolError(f"a frame of {nbytes} bytes")
     return Frame(Kind(kind), Piece(rank, offset, nbytes), bool(summed))
 
 
-def encode_error(error: AwexdError) -> bytes:
-    """An ERROR frame with its body."""
+def encode_error(error: AwexdError, kind: Kind = Kind.ERROR) -> bytes:
+    """An ERROR or FAILED frame with its body."""
     body = orjson.dumps({"code": error.code, "message": error.message[: MAX_ERROR // 8]})
-    return Frame(Kind.ERROR, Piece(0, 0, len(body))).encode() + body
+    return Frame(kind, Piece(0, 0, len(body))).encode() + body
+
+
+def encode_attach(agent: str, metadata: bytes) -> bytes:
+    """An ATTACH frame with its body."""
+    body = orjson.dumps({"agent": agent, "metadata": metadata.hex()})
+    return Frame(Kind.ATTACH, Piece(0, 0, len(body))).encode() + body
+
+
+def decode_attach(body: bytes | bytearray) -> tuple[str, bytes]:
+    """An agent's name and metadata.
+
+    Raises:
+        ProtocolError: there are none.
+    """
+    try:
+        said = orjson.loads(body)
+        agent, metadata = said["agent"], bytes.fromhex(said["metadata"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ProtocolError("an agent that cannot be read") from error
+    if type(agent) is not str or not 0 < len(agent) <= MAX_AGENT or not 0 < len(metadata) <= MAX_METADATA:
+        raise ProtocolError("an agent whose name or metadata is of another length")
+    return agent, metadata
 
 
 def decode_error(body: bytes | bytearray) -> AwexdError:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import ssl
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,10 +11,11 @@ import numpy as np
 import pytest
 
 from awexd_transports.errors import AwexdError
+from tests.peers.certificates import made, needs_openssl
 from tests.peers.nodes import Node, Segment, fetcher
 from tests.peers.serving import tls
 
-pytestmark = pytest.mark.skipif(not shutil.which("openssl"), reason="needs the command openssl, to make certificates")
+pytestmark = needs_openssl
 MiB = 1 << 20
 WITHIN = 60.0
 
@@ -25,15 +24,7 @@ WITHIN = 60.0
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A certificate for 127.0.0.1 that is its own authority."""
     folder = tmp_path_factory.mktemp("tls")
-    return _made(folder, "good")
-
-
-def _made(folder: Path, name: str) -> dict[str, str]:
-    key, certificate = str(folder / f"{name}.key"), str(folder / f"{name}.pem")
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    command += ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
-    subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
-    return {"authority": certificate, "certificate": certificate, "key": key}
+    return made(folder, "good")
 
 
 class TestTls:
@@ -84,7 +75,7 @@ class TestTls:
         shown = {
             "plain": None,
             "without a certificate": {"authority": files["authority"]},
-            "of another authority": _made(tmp_path, "bad") | {"authority": files["authority"]},
+            "of another authority": made(tmp_path, "bad") | {"authority": files["authority"]},
         }[who]
         client = tls(shown, ssl.Purpose.SERVER_AUTH)
         with pytest.raises(AwexdError, match=r"me/grpo \(3, 7\) from a"):
@@ -97,7 +88,7 @@ class TestTls:
         self, node: Callable[..., Node], segment: Callable[..., Segment], files: dict[str, str], tmp_path: Path
     ) -> None:
         held, into = segment(MiB, 1), segment(MiB)
-        bad = _made(tmp_path, "bad")
+        bad = made(tmp_path, "bad")
         source = node("a", {0: held}, tls=bad | {"authority": files["authority"]})
         client = tls(files, ssl.Purpose.SERVER_AUTH)
         with pytest.raises(AwexdError, match="TLS failed"):

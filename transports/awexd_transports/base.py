@@ -68,6 +68,8 @@ class Memory:
         self.view = memoryview(self._mapped or b"")[base : base + nbytes]
         self.address = 0
         """Of the first byte of data; only of what is writable."""
+        self.closing: list[Callable[[Memory], None]] = []
+        """Called when it is closed, by whoever else has mapped it."""
         if writable and nbytes:
             self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.view))
 
@@ -86,6 +88,8 @@ class Memory:
         """Nobody may be sending or receiving any more."""
         if self.fd < 0:
             return
+        for told in list(self.closing):
+            told(self)
         self.view.release()
         if self._mapped is not None:
             self._mapped.close()
@@ -210,7 +214,18 @@ class Lane(Protocol):
         """Ends it; pieces under way fail."""
 
 
-class Transport(Protocol):
+class Connects(Protocol):
+    """The fetching side of a transport, or of several."""
+
+    async def connect(self, source: Source, subject: Subject) -> Lane:
+        """A lane on which both sides have proven who they are.
+
+        Raises:
+            AccessDenied, DaemonUnavailable, DeadlineExceeded, VersionUnavailable, ProtocolError: as ``Lane.fetch``.
+        """
+
+
+class Transport(Connects, Protocol):
     """Moves pieces between nodes."""
 
     name: ClassVar[str]
@@ -221,11 +236,4 @@ class Transport(Protocol):
 
         Raises:
             InvalidArgument: not an address of this machine, or taken.
-        """
-
-    async def connect(self, source: Source, subject: Subject) -> Lane:
-        """A lane on which both sides have proven who they are.
-
-        Raises:
-            AccessDenied, DaemonUnavailable, DeadlineExceeded, VersionUnavailable, ProtocolError: as ``Lane.fetch``.
         """

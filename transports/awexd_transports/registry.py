@@ -10,7 +10,7 @@ from typing import Any
 from awexd_transports.errors import InvalidArgument
 
 GROUP = "awexd.transports"
-BUILT_IN = {"tcp": "awexd.peers.tcp:Tcp"}
+BUILT_IN = {"rdma": "awexd.rdma.transport:Rdma", "tcp": "awexd.peers.tcp:Tcp"}
 """Loaded when asked for: they stand above this package."""
 
 
