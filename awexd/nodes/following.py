@@ -16,9 +16,9 @@ from typing import Any
 from awexd import access
 from awexd.nodes.announcing import Announcer
 from awexd.nodes.mapped import Mapped
-from awexd.nodes.metaclient import MetaClient
 from awexd.nodes.mirroring import PEERS, Bringing, Means
 from awexd.nodes.serving import Serving
+from awexd.nodes.watching import Watching
 from awexd.peers.tcp import Tcp
 from awexd.service import Service
 from awexd.store.mirroring import NOTHING
@@ -33,8 +33,6 @@ from awexd_transports.errors import (
     VersionConflict,
 )
 
-WAIT_MS = 30_000
-ANSWER_SECONDS = WAIT_MS / 1000 + 15.0
 BACKOFF_SECONDS = (0.1, 5.0)
 GRACE_SECONDS = 10.0
 """Without an engine here, before versions are brought no more: an engine may only be restarting."""
@@ -74,11 +72,13 @@ class Following:
     async def run(self) -> None:
         async with (
             self._announcer.client() as client,
-            self._announcer.client(connections=0) as watcher,
+            self._announcer.client(connections=1) as watcher,
             asyncio.TaskGroup() as group,
         ):
             transport = Tcp(PEERS)
             means = Means(self._service, self._announcer, client, transport, self._mapped, self._serving, {})
+            watching = Watching(watcher)
+            group.create_task(watching.run())
             self._wake.set()
             while True:
                 await self._wake.wait()
@@ -92,7 +92,7 @@ class Following:
                     if follow is not None:
                         follow.look()
                     elif job is not None and concerns(job):
-                        self._start(group, Follow(means, watcher, job))
+                        self._start(group, Follow(means, watching, job))
 
     def _start(self, group: asyncio.TaskGroup, follow: Follow) -> None:
         name = follow.job.name
@@ -131,7 +131,7 @@ class Follow:
         problem: why the MetaServer does not tell; None while it does.
     """
 
-    def __init__(self, means: Means, watcher: MetaClient, job: Job) -> None:
+    def __init__(self, means: Means, watching: Watching, job: Job) -> None:
         self.job = job
         self.task: asyncio.Task[None] | None = None
         self.bringing: Bringing | None = None
@@ -139,8 +139,7 @@ class Follow:
         self._means = means
         self._service = means.service
         self._store = means.service.store
-        self._watcher = watcher
-        self._url = f"/v1/jobs/{job.name}"
+        self._watching = watching
         self._wake = asyncio.Event()
         self._fetch: asyncio.Task[None] | None = None
         self._leaving: asyncio.TimerHandle | None = None
@@ -208,7 +207,7 @@ class Follow:
         if self.bringing is not None:
             text = self.bringing.doing()
         elif mirror is None or self._seen is None:
-            text = f"the MetaServer at {self._watcher.url} has not told of it yet"
+            text = f"the MetaServer at {self._means.client.url} has not told of it yet"
         elif not mirror.nodes:
             text = "no trainer of it is registered on any node; another user's job is OWNER/NAME"
         elif absent := self._seen["absent"]:
@@ -223,23 +222,26 @@ class Follow:
 
     async def _watch(self) -> None:
         pause = BACKOFF_SECONDS[0]
+        seq = 0
         while True:
             try:
                 await self._means.announcer.reported(self.job.name)  # so that it knows the job
-                view = await self._means.client.call("GET", self._url)
+                view = await self._watching.next(self.job.name, seq)
                 try:
-                    self._take(view)
-                    after = view["brief"]["seq"]
+                    seq, closed = int(view["brief"]["seq"]), view["brief"]["closed"]
+                    if not closed:
+                        self._take(view)
                 except (KeyError, TypeError, ValueError, IndexError) as error:
                     raise DaemonUnavailable("the MetaServer answers otherwise than this version expects") from error
                 self.problem = None
                 pause = BACKOFF_SECONDS[0]
-                query = {"after": after, "timeout_ms": WAIT_MS}
-                brief = await self._watcher.call("GET", f"{self._url}/watch", query=query, timeout=ANSWER_SECONDS)
-                if brief is not None and brief["closed"] and self.job.mirror is not None:
-                    self._close("closed on the node of its trainer")
+                if closed:
+                    seq = 0
+                    if self.job.mirror is not None:
+                        self._close("closed on the node of its trainer")
                 continue
             except AwexdError as error:
+                seq = 0
                 self._away(error)
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, BACKOFF_SECONDS[1])
