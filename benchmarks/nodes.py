@@ -4,10 +4,12 @@
 small state (to ours: what a node has of a job, checked and told to who waits; to awex's: the same bytes under a key),
 get it, keep in touch (a renewal; awex's clients poll ``has_key``), get it. ``put_get_ratio`` is of puts and gets alone.
 The same process asks both, in turns; the limit is a server that answers anything with the same bytes.
-``metaserver-lateness-p99``: from the moment before a node's report is sent to the moment when the last of 1,000
-connections, all of one process, has read its answer; the limit is as many sends by a bare loop to the same sockets'
-like. With ``--write`` the figures go to ``benchmarks/results/nodes.json``. Without awex's environment (``make peers``)
-the first has no ratio.
+``metaserver-lateness-p99``: 1,000 watchers are 125 nodes, each of which waits for the eight jobs that it follows, as
+a daemon does: in one request, ``POST /v1/watch``. The change is that a node with something of all eight leaves; the end
+is when the last of the 125 connections, all of one process, has read all eight jobs' views. The limit is as many sends
+of as many bytes by a bare loop to the same sockets' like. Beside it: 1,000 connections that wait for one job each, and
+the bare loop to them. With ``--write`` the figures go to ``benchmarks/results/nodes.json``. Without awex's environment
+(``make peers``) the first has no ratio.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
+import orjson
+
 from awexd.bench.figures import Bar, Figure, names, quantile, quartiles, table, write
 from awexd.bench.link import Side
 from benchmarks.peers.environments import environment, python
@@ -43,7 +47,8 @@ CONNECTIONS = 32
 REQUESTS = 20_000
 WATCHERS = 1000
 NODES = 125
-"""Connections of as many watchers on nodes of eight, where a daemon waits for all of its node."""
+JOBS = [f"bench/watched{number}" for number in range(WATCHERS // NODES)]
+"""What each of the nodes follows."""
 READY_SECONDS = 30.0
 RUN, DIGEST = "run-of-a-benchmark", "a" * 64
 BARS = {"metaserver-requests": Bar("ratio", ">=", 3.0), "metaserver-lateness-p99": Bar("value", "<=", 5.0)}
@@ -278,9 +283,9 @@ def _answer_all(link: Connection) -> None:
 
 
 def _lateness(port: int, changes: int) -> Figure:
-    late = sorted(_last_told(port, changes, WATCHERS))
-    nodes = sorted(_last_told(port, changes, NODES))
-    limits = sorted(_last_sent(changes))
+    late = sorted(_last_node_told(port, changes))
+    alone = sorted(_last_told(port, changes))
+    limits, bare = sorted(_last_sent(changes, NODES, 3600)), sorted(_last_sent(changes, WATCHERS, 600))
     low, _, high = quartiles(late)
     value, limit = quantile(late, 0.99), quantile(limits, 0.99)
     return Figure(
@@ -293,22 +298,25 @@ def _lateness(port: int, changes: int) -> Figure:
         low,
         high,
         rounds=changes,
-        note=f"{WATCHERS} connections on this machine's loopback, which carries both ends of each",
+        note=f"{WATCHERS} watchers: {NODES} nodes wait for {len(JOBS)} jobs each, which change at once; on loopback, "
+        "which carries both ends of each connection",
         more={
             "median": statistics.median(late),
             "limit_median": statistics.median(limits),
-            f"p99_of_{NODES}_connections": quantile(nodes, 0.99),
-            f"median_of_{NODES}_connections": statistics.median(nodes),
+            f"p99_of_{WATCHERS}_connections": quantile(alone, 0.99),
+            f"median_of_{WATCHERS}_connections": statistics.median(alone),
+            f"bare_p99_of_{WATCHERS}_connections": quantile(bare, 0.99),
+            f"bare_median_of_{WATCHERS}_connections": statistics.median(bare),
         },
     )
 
 
 @contextlib.contextmanager
-def _readers(port: int, ask: bytes, count: int) -> Iterator[Connection]:
-    """A process that waits on all connections; tells when all have asked, and when the last has been told."""
+def _readers(port: int, count: int) -> Iterator[Connection]:
+    """A process that asks on all connections what it is sent; tells when all have asked, and when the last was told."""
     context = get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_read_all, args=(theirs, port, ask, count))
+    process = context.Process(target=_read_all, args=(theirs, port, count))
     process.start()
     theirs.close()
     try:
@@ -318,7 +326,7 @@ def _readers(port: int, ask: bytes, count: int) -> Iterator[Connection]:
         process.join()
 
 
-def _read_all(link: Connection, port: int, ask: bytes, count: int) -> None:
+def _read_all(link: Connection, port: int, count: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8 * WATCHERS), hard))
     with contextlib.ExitStack() as stack:
@@ -331,48 +339,85 @@ def _read_all(link: Connection, port: int, ask: bytes, count: int) -> None:
         link.send(True)
         with contextlib.suppress(EOFError):
             while True:
-                seq = link.recv()
+                ask = link.recv()
                 for connection in connections if ask else ():
-                    connection.sendall(ask % seq)
+                    connection.sendall(ask)
                 link.send(True)
-                left = count
+                left, missing = count, dict[int, int]()
                 while left:
                     for fd, _ in poll.poll(-1, count):
-                        receive[fd](1 << 16)
-                        left -= 1
+                        data = receive[fd](1 << 16)
+                        missing[fd] = (missing[fd] if fd in missing else _length(data)) - len(data)
+                        left -= not missing[fd]
                 link.send(time.monotonic_ns())
 
 
-def _last_told(port: int, changes: int, count: int) -> Iterator[float]:
-    """Milliseconds from a report to the last watcher of its job."""
+def _length(data: bytes) -> int:
+    """Of an answer that begins so."""
+    head, _, rest = data.partition(b"\r\n\r\n")
+    if not head.startswith(b"HTTP/1.1 200") or not rest:
+        raise RuntimeError(f"not an answer: {data[:200]!r}")
+    return len(head) + 4 + int(head.partition(b"Content-Length: ")[2].partition(b"\r")[0])
+
+
+def _last_told(port: int, changes: int) -> Iterator[float]:
+    """Milliseconds from a report to the last of as many connections that wait for its job."""
     _put(port, "/v1/nodes/n0/jobs/bench/watched", _state(1))
     ask = b"GET /v1/jobs/bench/watched/watch?after=%d&timeout_ms=60000 HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    waiting = f"awexd_metaserver_watchers {count}\n".encode()
-    with _readers(port, ask, count) as readers:
+    with _readers(port, WATCHERS) as readers:
         readers.recv()
         for change in range(2, changes + 2):
-            readers.send(json.loads(_get(port, "/v1/jobs/bench/watched"))["brief"]["seq"])
-            readers.recv()
-            while waiting not in _get(port, "/metrics"):
-                time.sleep(0.001)
-            time.sleep(0.02)
+            _ask_all(port, readers, ask % json.loads(_get(port, "/v1/jobs/bench/watched"))["brief"]["seq"])
             started = _put(port, "/v1/nodes/n0/jobs/bench/watched", _state(change))
             yield (readers.recv() - started) / 1e6
 
 
-def _last_sent(changes: int) -> Iterator[float]:
-    """The same of a loop that sends 600 bytes to each of as many sockets."""
+def _last_node_told(port: int, changes: int) -> list[float]:
+    """Milliseconds from a change of all jobs to the last of the nodes that wait for them."""
+    told = list[float]()
+    with _readers(port, NODES) as readers:
+        readers.recv()
+        for _ in range(changes):
+            _put(port, "/v1/nodes/n1", json.dumps({"run": RUN, "address": None, "version": "0"}))
+            for job in JOBS:
+                for node in ("n0", "n1"):
+                    _put(port, f"/v1/nodes/{node}/jobs/{job}", _state(1))
+            seqs = [[job, json.loads(_get(port, f"/v1/jobs/{job}"))["brief"]["seq"]] for job in JOBS]
+            _ask_all(port, readers, _request("POST", "/v1/watch", orjson.dumps({"jobs": seqs, "timeout_ms": 60_000})))
+            started = _send(port, "DELETE", f"/v1/nodes/n1?run={RUN}")
+            told.append((readers.recv() - started) / 1e6)
+    return told
+
+
+def _ask_all(port: int, readers: Connection, ask: bytes) -> None:
+    """Returns once all of them wait, and nothing else is to be done."""
+    readers.send(ask)
+    readers.recv()
+    _await_watchers(port, WATCHERS)
+    time.sleep(0.02)
+
+
+def _await_watchers(port: int, count: int) -> None:
+    end = time.monotonic() + READY_SECONDS
+    while f"awexd_metaserver_watchers {count}\n".encode() not in _get(port, "/metrics"):
+        if time.monotonic() > end:
+            raise RuntimeError(f"not all of {count} watchers wait")
+        time.sleep(0.001)
+
+
+def _last_sent(changes: int, count: int, nbytes: int) -> Iterator[float]:
+    """The same of a loop that sends as many bytes to each of so many sockets."""
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=WATCHERS))
-        readers = stack.enter_context(_readers(listener.getsockname()[1], b"", WATCHERS))
-        accepted = [stack.enter_context(listener.accept()[0]) for _ in range(WATCHERS)]
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=count))
+        readers = stack.enter_context(_readers(listener.getsockname()[1], count))
+        accepted = [stack.enter_context(listener.accept()[0]) for _ in range(count)]
         for connection in accepted:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         readers.recv()
         sends = [connection.send for connection in accepted]
-        data = bytes(600)
+        data = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (nbytes, bytes(nbytes))
         for _ in range(changes):
-            readers.send(0)
+            readers.send(b"")
             readers.recv()
             time.sleep(0.02)
             started = time.monotonic_ns()
@@ -389,15 +434,19 @@ def _get(port: int, path: str) -> bytes:
 
 
 def _put(port: int, path: str, body: str | bytes) -> int:
+    return _send(port, "PUT", path, body)
+
+
+def _send(port: int, method: str, path: str, body: str | bytes | None = None) -> int:
     """Sends it; returns the moment before that, by ``time.monotonic_ns``."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=READY_SECONDS)
     with contextlib.closing(connection):
         connection.connect()
         started = time.monotonic_ns()
-        connection.request("PUT", path, body, {"Content-Type": "application/json"})
+        connection.request(method, path, body, {"Content-Type": "application/json"})
         response = connection.getresponse()
         if response.status != 200:
-            raise RuntimeError(f"PUT {path}: {response.status} {response.read()!r}")
+            raise RuntimeError(f"{method} {path}: {response.status} {response.read()!r}")
         response.read()
     return started
 

@@ -25,13 +25,11 @@ from awexd.metaserver.schema import Operation, Router
 from awexd.metaserver.state import TICKET_SECONDS, State
 from awexd.metaserver.tokens import ROLES, Tokens
 from awexd.metaserver.watching import MAX_STREAMS, Waiters
-from awexd_transports.errors import AccessDenied, BudgetExceeded, InvalidArgument
+from awexd_transports.errors import AccessDenied, BudgetExceeded, InvalidArgument, VersionUnavailable
 
 DEFAULT_WAIT_MS = 30_000
 EXPIRY_SECONDS = 0.25
 """How late a node that is gone may be noticed."""
-KEPT_VIEWS = 64
-"""Answers about a whole job that are kept until it changes."""
 SLOW_BYTES = 256 << 10
 """Of a manifest, unpacked, from which on it is checked in a thread."""
 MAX_UNCHECKED_BYTES = 256 << 20
@@ -75,7 +73,6 @@ class App:
         self._page_body = resources.files("awexd.metaserver").joinpath("page.html").read_bytes()
         self._started = time.monotonic()
         self.manifests = Manifests(lambda: {d for job in state.jobs.values() for d in job.digests()})
-        self._views: dict[str, tuple[int, bytes]] = {}
         self._unchecked = 0
         self._checking = asyncio.Semaphore(1)
         self._engine_waiters: dict[tuple[str, str], Waiters] = {}
@@ -197,16 +194,11 @@ class App:
         job = self._state.find(routed.job)
         if self.publisher.held(job.name):
             return self._job_later(job.name)
-        known = self._views.get(job.name)
-        if known is None or known[0] != job.seq:
-            known = self._views[job.name] = job.seq, self.answer(views.view(job))
-            while len(self._views) > KEPT_VIEWS:
-                del self._views[next(iter(self._views))]
-        return known[1]
+        return self.publisher.view(job).answer
 
     async def _job_later(self, job: str) -> bytes:
         await self.publisher.durable(job)
-        return self.answer(views.view(self._state.find(job)))
+        return self.publisher.view(self._state.find(job)).answer
 
     def _watch(self, connection: Connection, routed: Routed, body: bytes) -> Outcome:
         found = self.publisher.shown(routed.job)
@@ -224,6 +216,31 @@ class App:
         await self.publisher.durable(job)
         found = self.publisher.shown(job)
         return found.answer if found else self.answer(views.closed(job, self.publisher.events.last))
+
+    def _watch_jobs(self, connection: Connection, routed: Routed, body: Body) -> Outcome:
+        """Of jobs that have changed since the seq that comes with each, all there is to say."""
+        seqs = dict(body["jobs"])
+        if len(seqs) < len(body["jobs"]):
+            raise InvalidArgument("body: a job twice")
+        shown = {name: self.publisher.shown(name) for name in seqs}
+        changed = [name for name, found in shown.items() if (found.seq if found else 0) != seqs[name]]
+        absent = [name for name, found in shown.items() if found is None and not seqs[name]]
+        if absent:
+            raise VersionUnavailable(f"no job {absent[0]} here", {"absent": absent})
+        if not changed:
+            self.publisher.watches.add(connection, tuple(seqs), body["timeout_ms"] / 1000)
+            return None
+        told = {name: self.publisher.told(name) for name in changed}
+        if None in told.values():
+            return self._watch_jobs_later(told)
+        return self.server.answer(200, views.several(filter(None, told.values())))
+
+    async def _watch_jobs_later(self, told: dict[str, bytes | None]) -> bytes:
+        for name in told:
+            while told[name] is None:
+                await self.publisher.durable(name)
+                told[name] = self.publisher.told(name)
+        return self.server.answer(200, views.several(filter(None, told.values())))
 
     def _events(self, connection: Connection, routed: Routed, body: bytes) -> Outcome:
         events, after = self.publisher.events, routed.query.get("after", 0)

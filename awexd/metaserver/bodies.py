@@ -26,8 +26,7 @@ _BOUNDS = {
 class Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A JSON object whose properties are all known, and all there."""
 
-    def __getitem__(self, name: str) -> Any:
-        return getattr(self, name)
+    __getitem__ = object.__getattribute__
 
 
 class Types:

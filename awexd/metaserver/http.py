@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import socket
 from collections.abc import Callable, Coroutine
@@ -264,6 +265,7 @@ class Connection(asyncio.Protocol):
         self._due = self._loop.time() + REQUEST_SECONDS
         self._stalled: float | None = None
         self._transport: asyncio.Transport
+        self._fd = -1
         self.closed: Callable[[], None] | None = None
 
     # of asyncio
@@ -273,6 +275,8 @@ class Connection(asyncio.Protocol):
         sock = transport.get_extra_info("socket")
         if sock is not None:
             _keep_alive(sock)
+            if transport.get_extra_info("sslcontext") is None:
+                self._fd = sock.fileno()
         if self._server.stopping or len(self._server.connections) >= self._server.max_connections:
             self._refuse(Refused(503, f"{self._server.max_connections} connections are open", BudgetExceeded.code))
             return
@@ -334,7 +338,7 @@ class Connection(asyncio.Protocol):
         if self._transport.get_write_buffer_size() + len(data) > MAX_WAITING_BYTES:
             self.abort()
             return False
-        self._transport.write(data)
+        self._send(data)
         return True
 
     def finish(self, answer: bytes) -> None:
@@ -342,12 +346,29 @@ class Connection(asyncio.Protocol):
         self.closed = None
         if self._transport.is_closing():
             return
-        self._transport.write(answer)
+        self._send(answer)
         self._done()
         if self._buffer:
             self._loop.call_soon(self._proceed)
 
     # internals
+
+    def _send(self, data: bytes) -> None:
+        """At once where the kernel takes it; the transport would do so after all else that is due in this turn."""
+        transport = self._transport
+        # Once it is closing, its descriptor may be another connection's.
+        if self._fd >= 0 and not transport.is_closing() and not transport.get_write_buffer_size():
+            try:
+                sent = os.write(self._fd, data)
+            except BlockingIOError:
+                sent = 0
+            except OSError:
+                self.abort()
+                return
+            if sent == len(data):
+                return
+            data = data[sent:]
+        transport.write(data)
 
     def _proceed(self) -> None:
         while not self._busy and not self._last:
@@ -385,7 +406,7 @@ class Connection(asyncio.Protocol):
             self._parts, self._buffer = [self._buffer], b""
             self._due = self._loop.time() + REQUEST_SECONDS + head.length / SLOWEST_BYTES
             if "expect" in head.headers:
-                self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                self._send(b"HTTP/1.1 100 Continue\r\n\r\n")
         return True
 
     def _answer(self, head: Head, body: bytes) -> None:
@@ -401,7 +422,7 @@ class Connection(asyncio.Protocol):
             _log.exception("%s %s failed", head.method, head.path)
             outcome = server.error(AwexdError("a fault of the MetaServer's own; its log has more"))
         if isinstance(outcome, bytes):
-            self._transport.write(outcome)
+            self._send(outcome)
             self._done()
         elif outcome is not None:
             server.start(self._later(head, outcome))
@@ -435,7 +456,7 @@ class Connection(asyncio.Protocol):
         if self._head is not None:
             self._release(self._head)
         self._due = self._loop.time() + LINGER_SECONDS
-        self._transport.write(self._server.error(error, last=True))
+        self._send(self._server.error(error, last=True))
         if self._transport.can_write_eof():
             self._transport.write_eof()
 

@@ -10,11 +10,12 @@ from awexd.metaserver.state import State
 
 def text(state: State, manifests: Manifests, publisher: Publisher, server: Server) -> str:
     """Counters and gauges; of jobs, the epoch and the last step each."""
+    watchers = sum(map(len, publisher.watchers.values())) + len(publisher.watches)
     rows: list[tuple[str, str, str, list[tuple[str, int]]]] = [
         ("requests_total", "counter", "Requests answered or being answered", [("", server.requests)]),
         ("disk_writes_total", "counter", "Transactions on disk", [("", publisher.flushes)]),
         ("connections", "gauge", "Open connections", [("", len(server.connections))]),
-        ("watchers", "gauge", "Requests that wait for a job", [("", sum(map(len, publisher.watchers.values())))]),
+        ("watchers", "gauge", "Waits for a job's change", [("", watchers)]),
         ("streams", "gauge", "Streams of events", [("", len(publisher.events.streams))]),
         ("nodes", "gauge", "Daemons that are there", [("", len(state.nodes))]),
         ("manifests", "gauge", "Manifests kept", [("", len(manifests))]),

@@ -9,18 +9,20 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
 from awexd.metaserver import views
 from awexd.metaserver.database import Database
-from awexd.metaserver.model import Note
+from awexd.metaserver.model import Job, Note
 from awexd.metaserver.state import State
-from awexd.metaserver.watching import Events, Waiters
+from awexd.metaserver.watching import Events, Waiters, Watches
 from awexd_transports.errors import BudgetExceeded
 
 RETRY_SECONDS = 1.0
+KEPT_VIEWS = 64
+"""Of whole jobs, kept until they change."""
 DISK_SECONDS = 10.0
 """How long a request waits for the disk before it is told that there is none."""
 
@@ -29,12 +31,32 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Shown:
-    """What everyone may know of a job: its last change that is told, and its brief as of that or, ``stale``, before."""
+    """What everyone may know of a job: its last change that is told, and its brief as of that or, ``stale``, before.
+
+    ``view``: all there is to say of it as of that, where it was made for somebody.
+    """
 
     seq: int
     body: bytes
     answer: bytes
+    view: bytes | None = None
     stale: bool = False
+
+
+class View(NamedTuple):
+    """All that is said of a job, as of a change of it, and the answer that this is."""
+
+    seq: int
+    body: bytes
+    answer: bytes
+
+
+class Made(NamedTuple):
+    """A job as everyone may see it from some moment on; ``view`` is None where nobody waits for it."""
+
+    seq: int
+    brief: bytes
+    view: bytes | None
 
 
 class Publisher:
@@ -56,6 +78,9 @@ class Publisher:
         self.events = Events(number, answer, quiet)
         self._briefs: dict[str, Shown] = {}
         self.watchers: dict[str, Waiters] = {}
+        self.watches = Watches(quiet)
+        self._views: dict[str, View] = {}
+        self._told: dict[str, bytes] = {}
         self.flushes = 0
         self._writing: set[str] = set()
         self._again: set[str] = set()
@@ -98,6 +123,7 @@ class Publisher:
                 self._again.add(name)
             else:
                 self._publish(name)
+        self._tell_watches()
         notes, state.notes = state.notes, []
         for note in notes:
             if note.job and self.held(note.job):
@@ -127,7 +153,7 @@ class Publisher:
         self._again -= self._writing
         notes = [note for note in self._notes if note.job in records]
         self._notes = [note for note in self._notes if note.job not in records]
-        shown = {name: self._made(name) for name in records}  # as of this record, not of what comes meanwhile
+        shown = {name: self._made(name, True) for name in records}  # as of this record, not of what comes meanwhile
         try:
             while not await self._write(list(records.values())):  # noqa: ASYNC110 - there is no event of a disk
                 await asyncio.sleep(RETRY_SECONDS)
@@ -136,6 +162,7 @@ class Publisher:
         self.flushes += 1
         for name, made in shown.items():
             self._tell(name, made)
+        self._tell_watches()
         for note in notes:
             self.events.add(note)
         self.events.tell()
@@ -159,11 +186,12 @@ class Publisher:
     def _publish(self, name: str) -> None:
         """Tells who waits. Where nobody does, the brief is made when somebody asks."""
         job, shown = self._state.jobs.get(name), self._briefs.get(name)
-        if job is None or shown is None or name in self.watchers or self.events.streams:
-            self._tell(name, self._made(name))
+        watched = name in self.watches
+        if job is None or shown is None or watched or name in self.watchers or self.events.streams:
+            self._tell(name, self._made(name, watched))
         else:
             shown.seq = job.seq = self._number()
-            shown.stale = True
+            shown.stale, shown.view = True, None
 
     def shown(self, name: str) -> Shown | None:
         """As of the last change; ``stale`` where that is not on disk, and so of one before."""
@@ -178,29 +206,60 @@ class Publisher:
         """Of every job, by name."""
         return [shown.body for name in sorted(self._briefs) if (shown := self.shown(name)) is not None]
 
-    def _made(self, name: str) -> tuple[int, bytes]:
-        """A job as everyone may see it from now on."""
+    def view(self, job: Job) -> View:
+        """All there is to say of a job now. Nothing of it may be ``held``."""
+        known = self._views.get(job.name)
+        if known is None or known.seq != job.seq:
+            body = orjson.dumps(views.view(job))
+            known = self._views[job.name] = View(job.seq, body, self._answer(body))
+            while len(self._views) > KEPT_VIEWS:
+                del self._views[next(iter(self._views))]
+        return known
+
+    def told(self, name: str) -> bytes | None:
+        """All there is to say of a job as of what is on disk, or that it is closed; None: once the disk has more."""
+        if self.held(name):
+            shown = self._briefs.get(name)
+            return shown.view if shown is not None else None
+        job = self._state.jobs.get(name)
+        if job is None:
+            return orjson.dumps(views.closed_view(name, self.events.last))
+        return self.view(job).body
+
+    def _tell_watches(self) -> None:
+        """Who waits for several jobs gets those that were told just now, as they were told."""
+        if self._told:
+            self.watches.tell(lambda names: self._answer(views.several(self._told[name] for name in names)))
+            self._told.clear()
+
+    def _made(self, name: str, whole: bool = False) -> Made:
+        """A job as everyone may see it from now on; ``whole``: its view too."""
         seq = self._number()
         job = self._state.jobs.get(name)
         if job is None:
-            return seq, orjson.dumps(views.closed(name, seq))
-        job.seq = seq
-        return seq, orjson.dumps(views.brief(job))
+            brief, view = views.closed(name, seq), views.closed_view(name, seq) if whole else None
+        else:
+            job.seq = seq
+            brief, view = views.brief(job), views.view(job) if whole else None
+        return Made(seq, orjson.dumps(brief), orjson.dumps(view) if view is not None else None)
 
-    def _tell(self, name: str, made: tuple[int, bytes]) -> None:
-        answer = self._answer(made[1])
+    def _tell(self, name: str, made: Made) -> None:
+        answer = self._answer(made.brief)
         if name in self._state.jobs:
-            self._briefs[name] = Shown(*made, answer)
+            self._briefs[name] = Shown(made.seq, made.brief, answer, made.view)
         else:
             self._briefs.pop(name, None)
+        if made.view is not None and name in self.watches:
+            self._told[name] = made.view
+            self.watches.changed(name)
         waiters = self.watchers.pop(name, None)
         if waiters is not None:
             waiters.tell(answer)
-        self.events.changed(name, made[0])
+        self.events.changed(name, made.seq)
 
     def _show(self, name: str) -> None:
         made = self._made(name)
-        self._briefs[name] = Shown(*made, self._answer(made[1]))
+        self._briefs[name] = Shown(made.seq, made.brief, self._answer(made.brief))
 
     def waiters(self, name: str) -> Waiters:
         """Who waits for that job."""

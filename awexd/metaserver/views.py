@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from awexd.metaserver.model import Job, Node
@@ -32,6 +33,16 @@ def brief(job: Job) -> dict[str, Any]:
 def closed(name: str, seq: int) -> dict[str, Any]:
     """The last that waiters are told of a job."""
     return brief(Job(name, seq=seq)) | {"closed": True}
+
+
+def closed_view(name: str, seq: int) -> dict[str, Any]:
+    """The same of all there is to say."""
+    return view(Job(name)) | {"brief": closed(name, seq)}
+
+
+def several(bodies: Iterable[bytes]) -> bytes:
+    """Views of several jobs, as one."""
+    return b'{"jobs":[%s]}' % b",".join(bodies)
 
 
 def view(job: Job) -> dict[str, Any]:

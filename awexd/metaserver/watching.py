@@ -52,6 +52,72 @@ class Waiters:
             timer.cancel()
 
 
+class Watch:
+    """One request that waits for several jobs."""
+
+    __slots__ = ("connection", "jobs", "timer")
+
+    def __init__(self, connection: Connection, jobs: tuple[str, ...]) -> None:
+        self.connection = connection
+        self.jobs = jobs
+        self.timer: asyncio.TimerHandle
+
+
+class Watches:
+    """Requests each of which waits for any of its jobs. Those that wait for the same get the same bytes."""
+
+    def __init__(self, quiet: bytes) -> None:
+        self._quiet = quiet
+        self._by_job: dict[str, dict[Watch, None]] = {}
+        self._due: dict[Watch, list[str]] = {}
+
+    def __len__(self) -> int:
+        """A request for eight jobs counts as eight."""
+        return sum(map(len, self._by_job.values()))
+
+    def __contains__(self, job: str) -> bool:
+        return job in self._by_job
+
+    def add(self, connection: Connection, jobs: tuple[str, ...], seconds: float) -> None:
+        watch = Watch(connection, jobs)
+        watch.timer = asyncio.get_running_loop().call_later(seconds, self._end, watch)
+        for name in jobs:
+            self._by_job.setdefault(name, {})[watch] = None
+        connection.closed = lambda: self._remove(watch)
+
+    def changed(self, job: str) -> None:
+        """Who waits for it is told with the next ``tell``."""
+        for watch in self._by_job.pop(job, ()):
+            self._due.setdefault(watch, []).append(job)
+
+    def tell(self, answer: Callable[[tuple[str, ...]], bytes]) -> None:
+        """Everyone who is due gets the answer about what has changed of its jobs."""
+        if not self._due:
+            return
+        due, self._due = self._due, {}
+        made: dict[tuple[str, ...], bytes] = {}
+        for watch, jobs in due.items():
+            changed = tuple(jobs)
+            body = made.get(changed)
+            if body is None:
+                body = made[changed] = answer(changed)
+            watch.connection.finish(body)
+        for watch in due:
+            self._remove(watch)
+
+    def _end(self, watch: Watch) -> None:
+        self._remove(watch)
+        watch.connection.finish(self._quiet)
+
+    def _remove(self, watch: Watch) -> None:
+        watch.timer.cancel()
+        self._due.pop(watch, None)
+        for name in watch.jobs:
+            waiting = self._by_job.get(name)
+            if waiting is not None and waiting.pop(watch, watch) is None and not waiting:
+                del self._by_job[name]
+
+
 class Events:
     """The last few thousand events, and who follows them. ``number`` gives each its number."""
 

@@ -17,10 +17,10 @@ from awexd import access
 from awexd.nodes.announcing import Announcer
 from awexd.nodes.joining import Joining
 from awexd.nodes.mapped import Mapped
-from awexd.nodes.metaclient import MetaClient
 from awexd.nodes.mirroring import Bringing, Means
 from awexd.nodes.routes import Routes
 from awexd.nodes.serving import Serving
+from awexd.nodes.watching import Watching
 from awexd.service import Across, Service
 from awexd.store.mirroring import NOTHING
 from awexd.store.model import Job, Listing, Mirror, VersionKey, describe_ranks
@@ -35,8 +35,6 @@ from awexd_transports.errors import (
     VersionUnavailable,
 )
 
-WAIT_MS = 30_000
-ANSWER_SECONDS = WAIT_MS / 1000 + 15.0
 BACKOFF_SECONDS = (0.1, 5.0)
 GRACE_SECONDS = 10.0
 """Without an engine here, before versions are brought no more: an engine may only be restarting."""
@@ -85,10 +83,12 @@ class Following:
     async def _follow(self) -> None:
         async with (
             self._announcer.client() as client,
-            self._announcer.client(connections=0) as watcher,
+            self._announcer.client(connections=1) as watcher,
             asyncio.TaskGroup() as group,
         ):
             means = Means(self._service, self._announcer, client, self._routes, self._mapped, self._serving, {})
+            watching = Watching(watcher)
+            group.create_task(watching.run())
             self._wake.set()
             while True:
                 await self._wake.wait()
@@ -102,7 +102,7 @@ class Following:
                     if follow is not None:
                         follow.look()
                     elif job is not None and concerns(job):
-                        self._start(group, Follow(means, watcher, job))
+                        self._start(group, Follow(means, watching, job))
 
     def _across(self, job: Job) -> Across:
         """The MetaServer, for the ranks of a joined job."""
@@ -150,7 +150,7 @@ class Follow:
         problem: why the MetaServer does not tell; None while it does.
     """
 
-    def __init__(self, means: Means, watcher: MetaClient, job: Job) -> None:
+    def __init__(self, means: Means, watching: Watching, job: Job) -> None:
         self.job = job
         self.task: asyncio.Task[None] | None = None
         self.bringing: Bringing | None = None
@@ -158,8 +158,7 @@ class Follow:
         self._means = means
         self._service = means.service
         self._store = means.service.store
-        self._watcher = watcher
-        self._url = f"/v1/jobs/{job.name}"
+        self._watching = watching
         self._wake = asyncio.Event()
         self._fetch: asyncio.Task[None] | None = None
         self._leaving: asyncio.TimerHandle | None = None
@@ -230,7 +229,7 @@ class Follow:
         if self.bringing is not None:
             text = self.bringing.doing()
         elif mirror is None or self._seen is None:
-            text = f"the MetaServer at {self._watcher.url} has not told of it yet"
+            text = f"the MetaServer at {self._means.client.url} has not told of it yet"
         elif not mirror.nodes:
             text = "no trainer of it is registered on any node; another user's job is OWNER/NAME"
         elif absent := self._seen[1]["absent"]:
@@ -245,24 +244,27 @@ class Follow:
 
     async def _watch(self) -> None:
         pause = BACKOFF_SECONDS[0]
+        seq = 0
         while True:
             try:
                 await self._means.announcer.reported(self.job.name)  # so that it knows the job
                 attempts = self.joining.open_attempts()
-                view = await self._means.client.call("GET", self._url)
+                view = await self._watching.next(self.job.name, seq)
                 try:
-                    self._take(view, attempts)
-                    after = view["brief"]["seq"]
+                    seq, closed = int(view["brief"]["seq"]), view["brief"]["closed"]
+                    if not closed:
+                        self._take(view, attempts)
                 except (KeyError, TypeError, ValueError, IndexError) as error:
                     raise DaemonUnavailable("the MetaServer answers otherwise than this version expects") from error
                 self.problem = None
                 pause = BACKOFF_SECONDS[0]
-                query = {"after": after, "timeout_ms": WAIT_MS}
-                brief = await self._watcher.call("GET", f"{self._url}/watch", query=query, timeout=ANSWER_SECONDS)
-                if brief is not None and brief["closed"] and self.job.mirror is not None:
-                    self._close("closed on the node of its trainer")
+                if closed:
+                    seq = 0
+                    if self.job.mirror is not None:
+                        self._close("closed on the node of its trainer")
                 continue
             except AwexdError as error:
+                seq = 0
                 gone = isinstance(error, VersionUnavailable) and not error.details.get("announce")
                 if gone and self._known():
                     self._close("closed on the node of its trainer")
@@ -275,7 +277,7 @@ class Follow:
         """Whether the MetaServer's present process had told of the trainer's epoch: it forgets a job when that ends."""
         if self.job.mirror is None or self._seen is None:
             return False
-        return self._seen[0] == self._means.client.run and self._seen[1]["epoch"] > 0
+        return self._seen[0] == self._watching.process and self._seen[1]["epoch"] > 0
 
     def _away(self, error: AwexdError) -> None:
         if self.problem is None:
@@ -326,7 +328,7 @@ class Follow:
         if job.mirror is not None and 0 < epoch < job.epoch:
             self._close(f"it has begun anew elsewhere, with epoch {epoch}")
             return
-        self._seen = self._means.client.run, brief
+        self._seen = self._watching.process, brief
         self._adopt(self._store.follow(job))
         opened = self._store.mirror(
             job,

@@ -68,6 +68,7 @@ def test_every_route_answers_as_the_document_says(pair: Client) -> None:
     assert seen["pieces"][0]["holders"] == {"n0": [0], "n1": [0]}
     assert pair.call("watch", job=JOB, query={"after": seen["brief"]["seq"], "timeout_ms": 0}) is None
     assert pair.call("watch", job=JOB, query={"after": 1})["engines"] == 1
+    assert pair.call("watch_jobs", {"jobs": [[JOB, 0]], "timeout_ms": 0}) == {"jobs": [seen]}
     pair.call("events")
     where = {"node": "n1", "run": RUN, "epoch": 1, "step": 1}
     pair.call("ticket", where | {"source": None, "avoid": [], "ranks": [0], "parts": None}, job=JOB)
@@ -142,6 +143,52 @@ def test_watch_of_a_job_that_is_closed_says_so(pair: Client, metaserver: MetaSer
     with pytest.raises(Failed) as failure:
         pair.call("watch", job=JOB)
     assert failure.value.code == "version_unavailable"
+
+
+def test_one_request_waits_for_several_jobs_and_is_told_of_those_that_have_changed(
+    pair: Client, metaserver: MetaServer
+) -> None:
+    for name in ("other", "quiet"):
+        pair.join(f"alice/{name}", "n0", [0], 1)
+    jobs = [JOB, "alice/other", "alice/quiet"]
+
+    def wait(_: int) -> Any:
+        with Client(metaserver) as own:
+            first = own.call("watch_jobs", {"jobs": [[job, 0] for job in jobs], "timeout_ms": 0})["jobs"]
+            seqs = [[view["brief"]["job"], view["brief"]["seq"]] for view in first]
+            assert own.call("watch_jobs", {"jobs": seqs, "timeout_ms": 1}) is None
+            return own.call("watch_jobs", {"jobs": seqs, "timeout_ms": 30_000})
+
+    with ThreadPoolExecutor(8) as threads:
+        waiting = [threads.submit(wait, number) for number in range(8)]
+        while b"watchers 24\n" not in pair.call("metrics"):
+            pass
+        pair.call("leave", node="n0", query={"run": RUN})  # a writer of all three
+        told = [future.result() for future in waiting]
+        assert b"watchers 0\n" in pair.call("metrics")
+    assert all(one == told[0] for one in told)
+    assert {view["brief"]["job"]: view["brief"]["absent"] for view in told[0]["jobs"]} == {job: [0] for job in jobs}
+    assert all(view == pair.call("job", job=view["brief"]["job"]) for view in told[0]["jobs"])
+
+
+def test_one_request_for_several_jobs_says_which_was_closed_and_which_is_not_there(
+    pair: Client, metaserver: MetaServer
+) -> None:
+    pair.join("alice/other", "n0", [0], 1)
+    seqs = [[job, pair.call("job", job=job)["brief"]["seq"]] for job in (JOB, "alice/other")]
+    with ThreadPoolExecutor(1) as threads, Client(metaserver) as other:
+        waiting = threads.submit(other.call, "watch_jobs", {"jobs": seqs, "timeout_ms": 30_000})
+        while b"watchers 2\n" not in pair.call("metrics"):
+            pass
+        pair.call("close", job=JOB)
+        (view,) = waiting.result()["jobs"]
+    assert (view["brief"]["job"], view["brief"]["closed"], view["ranks"]) == (JOB, True, [])
+    assert pair.call("watch_jobs", {"jobs": seqs, "timeout_ms": 0})["jobs"][0]["brief"]["closed"] is True
+    with pytest.raises(Failed) as failure:
+        pair.call("watch_jobs", {"jobs": [[JOB, 0], seqs[1]], "timeout_ms": 0})
+    assert (failure.value.code, failure.value.error["details"]) == ("version_unavailable", {"absent": [JOB]})
+    with pytest.raises(Failed, match="twice"):
+        pair.call("watch_jobs", {"jobs": [seqs[1], seqs[1]], "timeout_ms": 0})
 
 
 def test_events_come_in_pages_and_are_waited_for(pair: Client) -> None:

@@ -14,7 +14,7 @@ Forks = Callable[[int], list[Process]]
 
 def test_every_worker_gets_every_bit_of_every_step(folder: Path, forks: Forks) -> None:
     with Cluster(folder, "a", "b", "c") as cluster:
-        a, b, c = (cluster[name] for name in "abc")
+        a, b = (cluster[name] for name in "ab")
         trainer = Trainer(forks(2), a)
         beside = Spread(forks(4), [a, a, b, b], "beside")
         for step in range(1, 6):
