@@ -91,7 +91,7 @@ class Joining:
             self._end_attempts(view, before)
         self._everyone = {} if brief["absent"] else {rank: digest for rank, (_, digest) in members.items()}
         pending = brief["pending"] if job.pending is not None else None
-        absent = map(int, (pending or brief)["absent"])
+        absent = tuple(map(int, (pending or brief)["absent"]))
         self._store.know_ranks(job, self._joined.ranks if self._everyone else {}, absent)
         self._again = self._again or brief["pending"] is None
         self._wake.set()

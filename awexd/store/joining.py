@@ -43,8 +43,8 @@ def arrive(job: Job, writer: Writer, world_size: int, epoch: int | str, keep: in
     writer.asked, writer.after = (job.epoch, None) if again and job.epoch else (epoch, after)
     registering.leave_rendezvous(job, writer)
     if writer.asked != "new":
-        registering.check_free(job.writers, writer, job.name)
         registering.check_size(job, world_size)
+        registering.check_free(job.writers, writer, job.name)
     pending = job.pending or Rendezvous(world_size, keep, writer.mode)
     _check_alike(job, pending, writer, world_size, keep)
     registering.check_free(pending.writers, writer, job.name)
@@ -162,11 +162,11 @@ class Joining(Ledger):
             writer.refused = error
         self._settle(job)
 
-    def know_ranks(self, job: Job, ranks: dict[int, str], absent: Iterable[int]) -> None:
+    def know_ranks(self, job: Job, ranks: dict[int, str], absent: tuple[int, ...]) -> None:
         """The manifests of all ranks of the epoch, which are here; or which ranks have not registered yet."""
         joined = job.joined
-        if joined is not None and (joined.ranks, joined.absent) != (ranks, tuple(absent)):
-            joined.ranks, joined.absent = ranks, tuple(absent)
+        if joined is not None and (joined.ranks, joined.absent) != (ranks, absent):
+            joined.ranks, joined.absent = ranks, absent
             self._settle(job)
 
     def begin_joined(self, job: Job, step: int, number: int) -> None:

@@ -58,6 +58,7 @@ def ready(job: Job, writer: Writer) -> Wait | str:
     digests = present(job)
     absent = [rank for rank in range(job.world_size) if rank not in digests]
     if absent:
+        absent = list(job.joined.absent) if job.joined is not None and job.joined.absent else absent
         return Wait(
             job.name,
             lambda: (
