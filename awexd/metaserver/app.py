@@ -120,7 +120,7 @@ class App:
             self._settle()
 
     def _settle(self) -> None:
-        self._state.advance()
+        self._state.advance(time.monotonic())
         self.publisher.settle()
         changed, self._state.engines = self._state.engines, set()
         for engine in changed:
@@ -334,11 +334,13 @@ class App:
 
     def _tell(self, connection: Connection, routed: Routed, body: Body) -> Outcome:
         name = routed.places["engine"]
-        engine = self._state.tell(body["node"], body["run"], routed.job, name, _told_of(body))
+        told, now = _told_of(body), time.monotonic()
+        engine = self._state.tell(body["node"], body["run"], routed.job, name, told, now)
         return self._told({"seq": engine.seq, **engine.shown}, routed.job)
 
     def _look(self, connection: Connection, routed: Routed, body: Body) -> bytes:
-        engine = self._state.look(body["node"], body["run"], routed.job, routed.places["engine"])
+        asked = body["node"], body["run"], routed.job, routed.places["engine"]
+        engine = self._state.look(*asked, time.monotonic())
         return self.answer({"look": engine.look})
 
     def _watch_engine(self, connection: Connection, routed: Routed, body: bytes) -> Outcome:

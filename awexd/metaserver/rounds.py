@@ -93,12 +93,13 @@ class Round:
 
 
 class Failed(NamedTuple):
-    """A round that came to nothing before anybody was handed its version: an error's code and message."""
+    """A round that came to nothing before anybody was handed its version: an error's code and message, and when."""
 
     id: str
     number: int
     code: str
     message: str
+    at_ms: int
 
 
 @dataclass(slots=True)
@@ -136,9 +137,10 @@ class Engine:
 
 
 class Commits(NamedTuple):
-    """What of a job's versions is known: the attempt of one that is committed, and why attempts were aborted."""
+    """What of a job's versions is known at ``now``: a commit's attempt, and why attempts were aborted."""
 
     job: str
+    now: float
     attempt_of: Callable[[VersionKey], int | None]
     aborted: Mapping[int, str]
 
@@ -249,7 +251,7 @@ def _checked(engine: Engine, commits: Commits) -> Iterable[Round | Failed]:
                 yield one
         elif error := _why_not(engine, one, commits):
             del engine.rounds[number]
-            yield _fail(engine, one, *error, commits.job)
+            yield _fail(engine, one, *error, commits)
         elif all(_has(node, party, one) for node, party in engine.parties.items()):
             one.settled = True
             yield one
@@ -296,7 +298,7 @@ def _proposed(engine: Engine, commits: Commits) -> Iterable[Round | Failed]:
             if shared is not None:
                 made.key, made.attempt = shared
             elif gone is not None:
-                yield _fail(engine, made, VersionUnavailable.code, gone, commits.job)
+                yield _fail(engine, made, VersionUnavailable.code, gone, commits)
                 continue
             elif commits.attempt_of(wish.key) is None:
                 continue  # its node has yet to report that it is committed
@@ -317,9 +319,9 @@ def _has(node: str, party: Party, one: Round) -> bool:
     return wished or party.has(one.id)
 
 
-def _fail(engine: Engine, one: Round, code: str, why: str, job: str) -> Failed:
-    message = f"{job}: update {one.number} of engine {engine.name} to {_named(one.key)} came to nothing: {why}"
-    failed = Failed(one.id, one.number, code, message[:1024])
+def _fail(engine: Engine, one: Round, code: str, why: str, commits: Commits) -> Failed:
+    message = f"{commits.job}: update {one.number} of engine {engine.name} to {_named(one.key)} came to nothing: {why}"
+    failed = Failed(one.id, one.number, code, message[:1024], int(commits.now * 1000))
     engine.failed.append(failed)
     for party in engine.parties.values():
         party.refused |= {wish.id for wish in party.wishes if wish.number == one.number}

@@ -361,7 +361,9 @@ class State:
 
     # engines whose workers are on several nodes
 
-    def tell(self, name: str, run: str, job_name: str, engine_name: str, told: rounds.Told) -> rounds.Engine:
+    def tell(
+        self, name: str, run: str, job_name: str, engine_name: str, told: rounds.Told, now: float
+    ) -> rounds.Engine:
         """All that a node says of an engine; see ``rounds.tell``.
 
         Raises:
@@ -378,10 +380,10 @@ class State:
         try:
             rounds.tell(job_name, engine, name, told)
         finally:
-            self._advance(job)
+            self._advance(job, now)
         return engine
 
-    def look(self, name: str, run: str, job_name: str, engine_name: str) -> rounds.Engine:
+    def look(self, name: str, run: str, job_name: str, engine_name: str, now: float) -> rounds.Engine:
         """Has every node of that engine say anew how its workers are.
 
         Raises:
@@ -392,18 +394,18 @@ class State:
         if engine is None:
             raise VersionUnavailable(f"{job_name}: no node has told of engine {engine_name}")
         engine.look += 1
-        self._advance(self.find(job_name))
+        self._advance(self.find(job_name), now)
         return engine
 
-    def advance(self) -> None:
+    def advance(self, now: float) -> None:
         """What follows for engines from what has changed since."""
         for name in self.touched:
             job = self.jobs.get(name)
             if job is not None and job.engines:
-                self._advance(job)
+                self._advance(job, now)
 
-    def _advance(self, job: Job) -> None:
-        commits = rounds.Commits(job.name, job.attempt_of, job.aborted)
+    def _advance(self, job: Job, now: float) -> None:
+        commits = rounds.Commits(job.name, now, job.attempt_of, job.aborted)
         for engine in list(job.engines.values()):
             for failed in rounds.advance(engine, commits):
                 self.note("failed", job.name, "", failed.message)

@@ -177,9 +177,8 @@ class Agreeing:
         if not over:
             await self._announcer.reported(self.job.name)  # its manifests, too
         self._wake.clear()
-        until = time.monotonic() + self._service.settings.lease_ttl
         if not over:
-            self._store.take_up(self.job, self.engine, until)
+            self._store.take_up(self.job, self.engine, time.monotonic())
         facts = self._store.facts(self.job, self.engine, time.monotonic())
         if facts == self._told:
             return False
@@ -190,7 +189,9 @@ class Agreeing:
         body = facts | {"node": self._announcer.node, "run": self._announcer.run}
         answer = await self._client.call("POST", self._url, body)
         try:
-            self._store.hear(self.job, self.engine, self._announcer.node, answer, facts, until)
+            for row in answer["failed"]:
+                row["at"] = self._announcer.here_at(row["at_ms"])
+            self._store.hear(self.job, self.engine, self._announcer.node, answer, facts, time.monotonic())
             self._seq = answer["seq"]
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise DaemonUnavailable("the MetaServer answers otherwise than this version expects") from error

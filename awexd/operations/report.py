@@ -179,7 +179,7 @@ class Report:
             for worker in engine.workers.values()
         ]
         for other in engine.spanning.others.values() if engine.spanning is not None else ():
-            more: dict[str, Any] = {"aside": [], "verified": None, "waiting": False, "node": other.node}
+            more: dict[str, Any] = {"waiting": False, "node": other.node}
             workers += [dict(row) | more for row in other.workers.values()]
         workers.sort(key=lambda row: row["rank"])
         return {"engine": engine.name, "world_size": engine.world_size, "workers": workers}

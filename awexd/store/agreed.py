@@ -15,24 +15,26 @@ REMEMBERED_FAILURES = 64
 
 @dataclass(slots=True)
 class Wish:
-    """A worker waits for its update ``number``; that version is held for it here.
+    """A worker waits for its update ``number``, and, once it is held for it here, for all to agree on that version.
 
     Attributes:
         id: never used again.
+        asked: when its request came, by which that is known again; ``made``: when the store was first asked.
+        until: the wish lasts.
         any: a newer one than the engine's last that all nodes have will do as well.
-        asked: when its request came, by which that is known again; ``until``: the wish lasts.
-        lease: of the version; "" once another was chosen.
+        lease: of the version; "" before it is here, and once another was chosen.
         refused: why its round came to nothing.
     """
 
     id: int
     number: int
-    key: Key
-    attempt: int
-    any: bool
     asked: float
+    made: float
     until: float
-    lease: str
+    key: Key | None = None
+    attempt: int = 0
+    any: bool = False
+    lease: str = ""
     refused: AwexdError | None = None
 
 
@@ -44,7 +46,7 @@ class Agreed:
         settled: every node has said that it has the version: only then it may be handed out.
         have: nodes that hold the version.
         ours: this node is one of them, by the answer to what it has told last.
-        holds: leases here.
+        holds: leases here; those of a settled round are given until ``until``, when that is known.
         cannot: why this node cannot have the version.
         tried: workers here whose update to it failed; ``failed``: those since this node took the round up (again).
     """
@@ -57,6 +59,7 @@ class Agreed:
     have: tuple[str, ...] = ()
     ours: bool = False
     holds: list[str] = field(default_factory=list)
+    until: float | None = None
     cannot: AwexdError | None = None
     tried: set[int] = field(default_factory=set)
     failed: set[int] = field(default_factory=set)

@@ -19,6 +19,8 @@ from awexd.store.model import Engine, Job, Version, VersionKey, Wait, Worker, de
 from awexd_transports.errors import AwexdError, VersionConflict, VersionUnavailable, from_wire
 
 MAX_MESSAGE = 1000
+HOLD_SECONDS = 60.0
+"""Of a settled round's version, before any worker here has leased it; as long as an update lasts that is not told."""
 
 
 class Wanted(NamedTuple):
@@ -145,6 +147,8 @@ def row_of(worker: Worker, staged: VersionKey | None) -> dict[str, Any]:
         "staged": list(staged) if staged else None,
         "result": worker.result._asdict() if worker.result else None,
         "failure": worker.failure._asdict() if worker.failure else None,
+        "verified": worker.verified,
+        "aside": worker.aside,
     }
 
 
@@ -173,7 +177,7 @@ class Spanned(Lending):
         return next((lease.key for lease in leases if not lease.stage), None)
 
     def agree_on(
-        self, job: Job, engine: Engine, worker: Worker, step: int | None, asked: float, until: float
+        self, job: Job, engine: Engine, worker: Worker, step: int | None, asked: float, now: float, until: float
     ) -> Wait | Version:
         """As ``reading.choose``, for an engine whose workers are not all here.
 
@@ -198,11 +202,15 @@ class Spanned(Lending):
             raise
         if isinstance(found, Version):
             self._unwish(worker)
-        elif isinstance(found, Wanted):
-            if wish is None or wish.asked != asked or wish.number != worker.round:
-                self._wish(job, worker, found.version, step, asked, until)
-            return Wait(job.name, lambda: _awaited(engine, known, worker))
-        return found
+            return found
+        if worker.placed and (wish is None or wish.asked != asked or wish.number != worker.round):
+            self._unwish(worker)
+            wish = worker.wish = Wish(next(self._wish_ids), worker.round, asked, now, until)
+        if isinstance(found, Wait):
+            return found
+        if wish is not None and wish.key is None:
+            self._fix(job, worker, wish, found.version, step)
+        return Wait(job.name, lambda: _awaited(engine, known, worker))
 
     def facts(self, job: Job, engine: Engine, now: float) -> dict[str, Any]:
         """All that the other nodes are told of the engine; as ``TellBody`` of the MetaServer's document."""
@@ -227,7 +235,7 @@ class Spanned(Lending):
                     "any": wish.any,
                 }
                 for rank, wish in wishes
-                if wish.refused is None and wish.until > now
+                if wish.key is not None and wish.refused is None and wish.until > now
             ],
             "rounds": [
                 {
@@ -251,9 +259,9 @@ class Spanned(Lending):
         }
 
     def hear(
-        self, job: Job, engine: Engine, here: str, told: dict[str, Any], facts: dict[str, Any], until: float
+        self, job: Job, engine: Engine, here: str, told: dict[str, Any], facts: dict[str, Any], now: float
     ) -> None:
-        """What the MetaServer answered to these facts. ``until``: what is agreed on is held."""
+        """What the MetaServer answered to these facts; ``at`` of what failed is by the store's clock."""
         known = engine.spanning
         if known is None or not engine.absent or job.engines.get(engine.name) is not engine:
             return
@@ -274,18 +282,24 @@ class Spanned(Lending):
             if not worker.placed and told_of.get(worker.rank) == worker.pid:
                 worker.round, worker.placed = _round_to_join(engine, known), True
         self._end_leases(_through(engine, known))
-        self.take_up(job, engine, until)
+        self.take_up(job, engine, now)
         if changed:
             self.touched.add(job.name)
 
-    def take_up(self, job: Job, engine: Engine, until: float) -> None:
-        """Holds the versions of the rounds that are agreed on, or has them brought here."""
+    def take_up(self, job: Job, engine: Engine, now: float) -> None:
+        """Holds the versions of the rounds that are agreed on, or has them brought here.
+
+        A settled round's for so long only: a worker that never comes must not keep its trainer waiting for ever.
+        """
         known = engine.spanning
         for agreed in known.rounds.values() if known is not None else ():
-            version = _version(job, agreed)
+            if agreed.settled and agreed.until is None:
+                agreed.until = now + HOLD_SECONDS
+                self._end_leases(agreed.holds)
+            version, until = _version(job, agreed), agreed.until or now + HOLD_SECONDS
             if version is None:
                 agreed.cannot = self._why_not(job, agreed)
-            elif not self._holds(agreed):
+            elif not self._holds(agreed) and until > now:
                 agreed.cannot = None
                 agreed.holds = [self._span(job, version, until)]
                 previous = job.versions.get(engine.completed) if engine.completed else None
@@ -348,7 +362,7 @@ class Spanned(Lending):
             key = (row["epoch"], row["step"])
             agreed = known.rounds.setdefault(number, Agreed(row["id"], number, key, row["attempt"]))
             agreed.settled, agreed.have, agreed.ours = row["settled"], tuple(row["have"]), here in row["have"]
-            waiting = [w for w in engine.workers.values() if w.wish is not None and w.wish.number == number]
+            waiting = [w for w in engine.workers.values() if w.wish and w.wish.key and w.wish.number == number]
             if waiting and not agreed.ours and _given_up(engine, agreed):
                 agreed.failed.clear()  # it goes on elsewhere, and somebody here wants it after all
             for worker in waiting:
@@ -361,27 +375,20 @@ class Spanned(Lending):
                 continue
             known.failures.append(row["id"])
             for worker in engine.workers.values():
-                if worker.placed and worker.wish is not None and worker.wish.number == row["number"]:
-                    worker.wish.refused = from_wire(row["code"], row["message"], {})
+                wish = worker.wish
+                if wish is not None and wish.number == row["number"] and wish.made <= row["at"]:
+                    wish.refused = from_wire(row["code"], row["message"], {})
 
-    def _wish(self, job: Job, worker: Worker, version: Version, step: int | None, asked: float, until: float) -> None:
-        self._unwish(worker)
+    def _fix(self, job: Job, worker: Worker, wish: Wish, version: Version, step: int | None) -> None:
+        """That version is here: the other nodes are asked for it."""
         fresh = worker.seen is None or (worker.version is not None and worker.version >= worker.seen)
-        worker.wish = Wish(
-            next(self._wish_ids),
-            worker.round,
-            version.key,
-            version.attempt,
-            step is None and fresh,
-            asked,
-            until,
-            self._span(job, version, until),
-        )
+        wish.key, wish.attempt, wish.any = version.key, version.attempt, step is None and fresh
+        wish.lease = self._span(job, version, wish.until)
         self.touched.add(job.name)
 
     def _unwish(self, worker: Worker) -> None:
         wish, worker.wish = worker.wish, None
-        if wish is not None:
+        if wish is not None and wish.lease:
             self._end_leases([wish.lease])
 
 

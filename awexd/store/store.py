@@ -318,7 +318,7 @@ class Store(Grouping, Mirroring, Spanned):
         self._end_leases(stale)
         engine = job.engines[worker.engine]
         if self.clustered and not stage and engine.absent:
-            outcome: Wait | Version = self.agree_on(job, engine, worker, step, asked, until)
+            outcome: Wait | Version = self.agree_on(job, engine, worker, step, asked, now, until)
         else:
             outcome = reading.choose(job, worker, step, stage)
         if isinstance(outcome, Wait):

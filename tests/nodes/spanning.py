@@ -39,3 +39,91 @@ class Spread(Side):
 
     def versions(self) -> list[Any]:
         return self.do("result = [reader.state, reader.version]")
+
+
+DRIVEN = """
+from concurrent.futures import ThreadPoolExecutor
+from awexd_client import WeightReader
+from awexd_client.adapters.base import EngineWeights
+engines, breaks = globals().setdefault("engines", {{}}), globals().setdefault("breaks", set())
+
+def update(name, step):
+    driver, helds, readers = engines[name]
+    done = driver.update(step, timeout=60)
+    wrong = [found for held in helds for found in held.wrong(step)]
+    return [done.step, wrong, driver.state, list(driver.version)]
+
+class Breaking:
+    '''Its engine's own loading fails once when it is told to.'''
+
+    name = "breaking"
+
+    def matches(self, target):
+        return False
+
+    def shards(self, target):
+        return target.shards
+
+    def engine_weights(self, target):
+        def load():
+            if id(target) in breaks:
+                breaks.discard(id(target))
+                raise ValueError("it cannot load")
+        return EngineWeights(target.shards, load=load)
+
+def broken(name, step, rank):
+    driver, helds, _ = engines[name]
+    breaks.add(id(helds[rank]))
+    try:
+        driver.update(step, timeout=60)
+    except Exception as error:
+        return [type(error).__name__, str(error), driver.state, driver.version]
+
+def opened(name, sockets):
+    helds = [weights.Rank("reader", rank, len(sockets)) for rank in range(len(sockets))]
+    readers = [WorkerWeightsReader("j", name, rank, len(sockets), at) for rank, at in enumerate(sockets)]
+    for held, reader in zip(helds, readers):
+        reader.register(held, adapter=Breaking())
+    return helds, readers
+
+helds, readers = opened({name!r}, {sockets!r})
+engines[{name!r}] = WeightReader("j", {name!r}, readers), helds, readers
+"""
+"""One process that drives workers which it reaches itself."""
+
+TOGETHER = (
+    DRIVEN
+    + """
+class Workers:
+    '''As an engine's own calls: what came of one, only the daemons know.'''
+
+    def __init__(self, readers):
+        self.readers, self.staged = readers, []
+        self.pool = ThreadPoolExecutor(len(readers))
+
+    def each(self, action, *more):
+        def quiet(reader, *given):
+            try:
+                return action(reader, *given)
+            except Exception as error:
+                reader.fail(error)
+        return list(self.pool.map(quiet, self.readers, *more))
+
+    def stage(self, step, timeout):
+        self.staged = self.each(lambda reader: reader.stage(step, timeout))
+
+    def apply(self, epoch, step, timeout):
+        self.each(lambda reader, one: reader.apply(one, timeout), self.staged)
+
+    def abandon(self):
+        staged, self.staged = self.staged, []
+        self.each(lambda reader, one: one and reader.release(one), staged)
+
+    def verify(self, checkpoint_dir, token, timeout):
+        self.each(lambda reader: reader.compare_and_tell(checkpoint_dir, token, timeout))
+
+workers = Workers(readers)
+engines[{name!r}] = WeightReader("j", {name!r}, workers, {sockets!r}[0]), helds, readers
+"""
+)
+"""One that drives them through the calls of an engine, and hears of them from one daemon."""
