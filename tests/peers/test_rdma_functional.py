@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from awexd.rdma.available import UCX_TLS, module
-from awexd.rdma.transport import TARGET
 from tests.peers.conformance import Conformance
+from tests.peers.rdma import needs_nixl, sidecar
 
-pytestmark = pytest.mark.skipif(module() is None, reason="needs NIXL: pip install 'awexd[rdma]'")
-
-
-@pytest.fixture(autouse=True)
-def sidecar(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One for all lanes of a test."""
-    monkeypatch.setenv(UCX_TLS, "tcp")
-    with TARGET.held():
-        TARGET.child()  # while nodes start
-        yield
+__all__ = ["sidecar"]
+pytestmark = [needs_nixl, pytest.mark.usefixtures("sidecar")]
 
 
 class TestRdma(Conformance):
