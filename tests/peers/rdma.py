@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+import os
+import select
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,7 @@ GRACE = 20.0
 @pytest.fixture
 def sidecar(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One for all lanes of a test."""
-    monkeypatch.setenv(UCX_TLS, "tcp")
+    monkeypatch.setenv(UCX_TLS, os.environ.get("AWEXD_TEST_UCX_TLS", "tcp"))
     with TARGET.held():
         TARGET.child()  # while nodes start
         yield
@@ -35,13 +36,11 @@ def sidecars(pid: int) -> list[int]:
 
 def ends(pid: int) -> bool:
     """Whether that process, which is nobody's child here, ends."""
-    end = time.monotonic() + GRACE
-    while time.monotonic() < end:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
-            return True
-        if state in "ZX":
-            return True
-        time.sleep(0.01)
-    return False
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([handle], [], [], GRACE)[0])
+    finally:
+        os.close(handle)
