@@ -33,7 +33,7 @@ from awexd.bench.figures import Bar, Figure, names, quartiles, table, write
 from awexd.peers.fetcher import Fetcher
 from awexd.peers.settings import PeerSettings
 from awexd.rdma.available import UCX_TLS, module, why_not
-from awexd.rdma.child import QUIET
+from awexd.rdma.child import DEFAULTS
 from awexd.rdma.transport import TARGET, Rdma
 from awexd_transports.base import Admission, Memory
 from awexd_transports.ranges import Ranges
@@ -83,7 +83,7 @@ async def _serve(fd: int) -> None:
 
 def _agent(name: str, way: str, fd: int) -> tuple[Any, Any, int]:
     """An agent, what keeps the memory mapped and registered, and its address."""
-    os.environ.update(QUIET | os.environ)
+    os.environ.update(DEFAULTS | os.environ)
     nixl = import_module(module() or "")
     agent = nixl.nixl_agent(name, nixl.nixl_agent_config(enable_prog_thread=way == "thread", backends=[]))
     agent.create_backend("UCX", {})

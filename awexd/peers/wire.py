@@ -18,9 +18,9 @@ PROTOCOL = 1
 MAX_GREETING = 4096
 MAX_ERROR = 4096
 MAX_PIECE = 1 << 30
-MAX_ATTACH = 64 << 10
 MAX_METADATA = 32 << 10
 """Of an agent: opaque bytes."""
+MAX_ATTACH = 2 * MAX_METADATA + 1024
 MAX_AGENT = 100
 LENGTH = struct.Struct("<I")
 SUM = struct.Struct("<Q")

@@ -19,8 +19,14 @@ from awexd.rdma.sidecar import MAX_MESSAGE
 
 START_SECONDS = 30.0
 CALL_SECONDS = 5.0
-QUIET = {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal", "UCX_HANDLE_ERRORS": "none"}
-"""A peer that goes away is told by us; who wants more sets these in the environment."""
+DEFAULTS = {
+    "NIXL_LOG_LEVEL": "FATAL",  # a peer that goes away is told by us
+    "UCX_LOG_LEVEL": "fatal",
+    "UCX_HANDLE_ERRORS": "none",
+    "UCX_MEM_EVENTS": "n",  # all is registered and unregistered by name: no hooks in mmap, whose making takes 0.4 s
+    "OPENBLAS_NUM_THREADS": "1",
+}
+"""Of a sidecar's environment; what is set already stays."""
 Progress = Callable[[int], None]
 
 
@@ -40,7 +46,7 @@ class Child:
         found = module()
         if found is None:
             raise TransferFailed("NIXL is not installed here")
-        environ = QUIET | ({"UCX_TLS": "ib"} if devices() else {}) | os.environ
+        environ = DEFAULTS | ({"UCX_TLS": "ib"} if devices() else {}) | os.environ
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, "-P", "-m", "awexd.rdma.sidecar", str(theirs.fileno()), str(os.getpid())]

@@ -7,6 +7,7 @@ It never destroys its agent: to do so with a transfer under way may take all mem
     daemon: map {key, nbytes, base} and an fd   answer: {address}     unmap {key}        no answer
             describe {key}                              {metadata}    attach {metadata}  {agent}
             put {key, offset, nbytes, agent, address}   {} at its end, before it {at}: bytes that are there
+                {rows, run, stride} too: ``run`` bytes of every ``stride``, so many times
             detach {agent}, pace {busy}: no answer      {error} instead of any answer
 """
 
@@ -22,6 +23,7 @@ import signal
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -34,6 +36,8 @@ PART_BYTES = 8 << 20
 """What is posted at once: progress goes by it, and a post may block for the time of its copy."""
 PARTS = 4
 """Of one put that are posted at a time."""
+MAX_ROWS = 4096
+"""Of one part."""
 BUSY_SECONDS, IDLE_SECONDS = 0.0001, 0.002
 """Between two looks at the network, while something is expected and else."""
 MEMORY_BYTES = 4 << 30
@@ -53,14 +57,13 @@ class Region:
 
 @dataclass(slots=True)
 class Put:
-    """Bytes on their way to a peer. ``posted``: handles, and the bytes of each."""
+    """Bytes on their way to a peer. ``parts``: not posted yet; ``posted``: handles, and the bytes of each."""
 
     id: int
     agent: str
     local: int
     remote: int
-    nbytes: int
-    at: int = 0
+    parts: deque[list[tuple[int, int]]]
     done: int = 0
     error: str | None = None
     posted: list[tuple[Any, int]] = field(default_factory=list)
@@ -133,19 +136,33 @@ class Sidecar:
     def _do_pace(self, _: int, *, busy: bool) -> None:
         self._busy = busy
 
-    def _do_put(self, number: int, *, key: int, offset: int, nbytes: int, agent: str, address: int) -> None:
+    def _do_put(
+        self,
+        number: int,
+        *,
+        key: int,
+        offset: int,
+        nbytes: int,
+        agent: str,
+        address: int,
+        rows: int = 1,
+        run: int = 0,
+        stride: int = 0,
+    ) -> None:
         region = self._regions[key]
-        if not 0 <= offset <= offset + nbytes <= region.nbytes:
-            raise ValueError(f"bytes {offset} to {offset + nbytes} of {region.nbytes}")
-        self._puts.append(Put(number, agent, region.address + offset, address, nbytes))
+        end = offset + (nbytes if rows == 1 else (rows - 1) * stride + run)
+        if not 0 <= offset <= end <= region.nbytes or (rows != 1 and (rows * run != nbytes or not 0 < run <= stride)):
+            raise ValueError(f"bytes {offset} to {end} of {region.nbytes}, {rows} rows of {run} bytes")
+        parts = deque(_parts(nbytes, rows, run, stride))
+        self._puts.append(Put(number, agent, region.address + offset, address, parts))
 
     def _go_on(self, put: Put) -> bool:
         """Whether it is at its end: nothing of it is on its way any more."""
         before = put.done
         put.posted = [(handle, nbytes) for handle, nbytes in put.posted if not self._is_done(put, handle, nbytes)]
-        while put.error is None and put.at < put.nbytes and len(put.posted) < PARTS:
+        while put.error is None and put.parts and len(put.posted) < PARTS:
             self._post(put)
-        if put.posted or (put.error is None and put.at < put.nbytes):
+        if put.posted or (put.error is None and put.parts):
             if put.done > before:
                 self._say(put.id, {"at": put.done})
             return False
@@ -153,14 +170,14 @@ class Sidecar:
         return True
 
     def _post(self, put: Put) -> None:
-        nbytes = min(PART_BYTES, put.nbytes - put.at)
-        agent = self._agent
+        part, agent = put.parts.popleft(), self._agent
         with self._failing(put):
-            local = agent.get_xfer_descs([(put.local + put.at, nbytes, 0)], "DRAM")
-            remote = agent.get_xfer_descs([(put.remote + put.at, nbytes, 0)], "DRAM")
+            local, remote = (
+                agent.get_xfer_descs([(base + at, nbytes, 0) for at, nbytes in part], "DRAM")
+                for base in (put.local, put.remote)
+            )
             handle = agent.initialize_xfer("WRITE", local, remote, put.agent)
-            put.at += nbytes
-            put.posted.append((handle, nbytes))
+            put.posted.append((handle, sum(nbytes for _, nbytes in part)))
             if agent.transfer(handle) == "ERR":
                 raise ConnectionError("a write could not be posted")
 
@@ -184,6 +201,17 @@ class Sidecar:
             yield
         except Exception as error:  # noqa: BLE001 - as above
             put.error = put.error or f"{type(error).__name__}: {error}"
+
+
+def _parts(nbytes: int, rows: int, run: int, stride: int) -> Iterator[list[tuple[int, int]]]:
+    """What is posted at once: where each run of bytes begins, and its length."""
+    if rows == 1:
+        for at in range(0, nbytes, PART_BYTES):
+            yield [(at, min(PART_BYTES, nbytes - at))]
+        return
+    most = max(1, min(MAX_ROWS, PART_BYTES // run))
+    for first in range(0, rows, most):
+        yield [(row * stride, run) for row in range(first, min(rows, first + most))]
 
 
 def _address(mapped: mmap.mmap, writable: bool) -> int:

@@ -31,6 +31,8 @@ from awexd_transports.errors import DaemonUnavailable, IntegrityError, ProtocolE
 
 PREPARING_SECONDS = 0.2
 """Between two words to a target while memory is registered and its agent made known."""
+MAX_REGIONS = 4096
+"""Of one target: segments that it may be written to."""
 GONE_SECONDS = 1.0
 """For a write to a target that has gone away to fail by itself; then the sidecar is killed."""
 
@@ -101,6 +103,8 @@ class Writes:
         if name != self._target[0]:
             self._target = name, []
         self._detach()
+        if len(self._target[1]) == MAX_REGIONS:
+            raise ProtocolError("a target with too many regions")
         self._target[1].append(metadata)
 
     def _detach(self) -> None:

@@ -25,7 +25,7 @@ needs_nixl = pytest.mark.skipif(module() is None, reason="needs NIXL: pip instal
 
 @pytest.fixture
 def by_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(UCX_TLS, "tcp")
+    monkeypatch.setenv(UCX_TLS, os.environ.get("AWEXD_TEST_UCX_TLS", "tcp"))
 
 
 def sidecars(daemon: Daemon) -> list[int]:
