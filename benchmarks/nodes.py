@@ -39,7 +39,7 @@ sys.path[:0] = [str(ROOT)]
 
 import orjson
 
-from awexd.bench.figures import Bar, Figure, quantile, quartiles, table, write
+from awexd.bench.figures import Bar, Figure, names, quantile, quartiles, table, write
 from awexd.bench.link import Side
 from benchmarks.peers.environments import environment, python
 
@@ -69,7 +69,7 @@ def main() -> None:
     print("\n".join(table(figures)))
     if arguments.write:
         command = f"python benchmarks/nodes.py --rounds {arguments.rounds} --changes {arguments.changes}"
-        write(RESULTS, figures, command)
+        write(RESULTS, figures, command, keep=names(RESULTS))
 
 
 @contextlib.contextmanager

@@ -117,6 +117,11 @@ def write(path: Path, figures: Iterable[Figure], command: str, *, keep: Iterable
     )
 
 
+def names(path: Path) -> list[str]:
+    """Of the figures that are there."""
+    return [figure["name"] for figure in orjson.loads(path.read_bytes())] if path.exists() else []
+
+
 def short(value: float) -> str:
     """Four significant digits, for a person."""
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
