@@ -15,7 +15,9 @@ from typing import Any
 
 from awexd import access
 from awexd.nodes.announcing import Announcer
+from awexd.nodes.looking import arrives, look
 from awexd.nodes.mapped import Mapped
+from awexd.nodes.metaclient import MetaClient
 from awexd.nodes.mirroring import PEERS, Bringing, Means
 from awexd.nodes.serving import Serving
 from awexd.nodes.watching import Watching
@@ -53,6 +55,8 @@ class Following:
         self._dirty: set[str] = set(service.store.jobs)
         self._wake = asyncio.Event()
         service.followers.append(self._changed)
+        service.look_elsewhere = self._look
+        self._client: MetaClient | None = None
         announcer.refused = self._refused
 
     def status(self, job: Job) -> dict[str, Any] | None:
@@ -77,7 +81,7 @@ class Following:
         ):
             transport = Tcp(PEERS)
             means = Means(self._service, self._announcer, client, transport, self._mapped, self._serving, {})
-            watching = Watching(watcher)
+            watching, self._client = Watching(watcher), client
             group.create_task(watching.run())
             self._wake.set()
             while True:
@@ -93,6 +97,11 @@ class Following:
                         follow.look()
                     elif job is not None and concerns(job):
                         self._start(group, Follow(means, watching, job))
+
+    async def _look(self, name: str, uid: int) -> None:
+        known = name in self._follows or not arrives(self._service.store.jobs.get(name))
+        if not known and self._client is not None and self._announcer.answers:
+            await look(self._service, self._client, self._announcer.node, name, uid)
 
     def _start(self, group: asyncio.TaskGroup, follow: Follow) -> None:
         name = follow.job.name

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.e2e.workers.processes import Process
+import pytest
+
+from tests.e2e.workers.processes import Process, RemoteError
 from tests.nodes.clusters import Cluster, Engine, Trainer, job_of, until
 
 Forks = Callable[[int], list[Process]]
@@ -53,3 +56,33 @@ def test_node_that_dies_is_replaced_by_another_whose_engine_takes_its_name(folde
         for engine in (stays, comes):
             engine.update(3)
         assert comes.do("result = reader.state") == ["ready"] * 3
+
+
+def test_trainer_goes_on_where_others_left_off_on_nodes_that_have_missed_it(folder: Path, forks: Forks) -> None:
+    """No engine is there, so nothing of the job is followed; and it comes back to a node whose record is old."""
+    with Cluster(folder, "a", "b", "c") as cluster:
+        engine, step = Engine(forks(1), cluster["c"]), 0
+        for name in ("a", "b", "a"):
+            trainer = Trainer(forks(2), cluster[name])
+            for _ in range(2):
+                step += 1
+                trainer.publish(step)
+                engine.update(step)
+            trainer.close()
+            until(cluster["c"], lambda status: not job_of(status, "j")["elsewhere"]["trainer_on"])
+        other = Trainer(forks(1), cluster["b"], epoch="new")
+        other.close()
+        with pytest.raises(RemoteError, match="epoch 2 has 1 writer ranks, not 2"):
+            Trainer(forks(2), cluster["a"])
+
+
+def test_trainer_of_a_new_job_waits_for_no_metaserver_that_is_away(folder: Path, forks: Forks) -> None:
+    with Cluster(folder, "a", ttl=2.0) as cluster:
+        cluster.server.kill()
+        until(cluster["a"], lambda status: not status["metaserver"]["connected"])
+        began = time.monotonic()
+        trainer, engine = Trainer(forks(1), cluster["a"]), Engine(forks(1), cluster["a"])
+        trainer.publish(1)
+        engine.update(1)
+        assert time.monotonic() - began < 20
+        cluster.server.start()
