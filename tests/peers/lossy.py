@@ -44,8 +44,8 @@ def relay(veth: str, tap: str, loss: float, delay: float) -> None:
     numbers = itertools.count()
     while True:
         wait = max(0.0, late[0][0] - time.monotonic()) if late else None
-        readable, _, _ = select.select([wire, port], [], [], wait)
-        if wire in readable:
+        readable, _, _ = select.select([wire.fileno(), port], [], [], wait)
+        if wire.fileno() in readable:
             data, (_, _, kind, *_) = wire.recvfrom(LARGEST)
             if kind != OUTGOING and random.random() >= loss:
                 heapq.heappush(late, (time.monotonic() + delay, next(numbers), data))
