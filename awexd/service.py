@@ -11,7 +11,7 @@ import logging
 import os
 import struct
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
 from typing import Any, NamedTuple, Protocol, Union
 
 from awexd.access import Peer
@@ -93,6 +93,8 @@ class Service:
         self.events = Events()
         self.followers: list[Callable[[Collection[str]], None]] = []
         """Called with the names of jobs that have changed; they must not take long."""
+        self.look_elsewhere: Callable[[str, int], Awaitable[None]] | None = None
+        """Awaited, with a job's name and its owner's uid, before a trainer's first writer registers here."""
         self.unlinked: list[Callable[[str], None]] = []
         """Called with the id of a segment of shared memory that goes."""
         self.across: Callable[[Job], Across] | None = None

@@ -428,13 +428,19 @@ def _by_rank(rows: list[tuple[Any, ...]]) -> dict[int, list[Any]]:
 
 
 def _report_of(body: Body) -> Report:
-    local, size = body["local"], body["world_size"]
+    local, epoch, size, keep, versions = (
+        body["local"],
+        body["epoch"],
+        body["world_size"],
+        body["keep"],
+        body["versions"],
+    )
     ranks = {rank: digest for rank, (digest,) in _by_rank(body["ranks"]).items()} if body["ranks"] else {}
-    if local and not (body["epoch"] and body["keep"] and size and all(rank < size for rank in ranks)):
+    if local and not (epoch and keep and size and all(rank < size for rank in ranks)):
         raise InvalidArgument("body: a local job has an epoch, world_size and keep, and ranks below that size")
     if ranks and not local:
         raise InvalidArgument("body: ranks of a job that spans nodes are joined, not reported")
-    held = tuple(_held(one) for one in body["versions"])
+    held = tuple(map(_held, versions)) if versions else ()
     if len(held) > 1 and len({one.key for one in held}) < len(held):
         raise InvalidArgument("body: a version twice")
     engines = msgspec.to_builtins(body["engines"])
@@ -451,7 +457,7 @@ def _report_of(body: Body) -> Report:
         withdrawn=frozenset(body["withdrawn"]),
         joined=body["joined"],
         waiting=frozenset(body["waiting"]),
-        fetching=frozenset((epoch, step) for epoch, step in body["fetching"]),
+        fetching=frozenset(body["fetching"]),
     )
 
 

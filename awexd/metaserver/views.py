@@ -22,10 +22,10 @@ def brief(job: Job) -> dict[str, Any]:
         "absent": job.absent,
         "pending": {"world_size": pending.world_size, "absent": pending.absent} if pending else None,
         "versions": [[*version.key, version.attempt, version.held()] for version in job.listed()],
-        "open": [[a.step, a.number, len(a.sealed)] for _, a in sorted(job.attempts.items())],
+        "open": [[a.step, a.number, len(a.sealed)] for _, a in sorted(job.attempts.items())] if job.attempts else [],
         "aborted": list(job.aborted)[-SHOWN_ABORTS:],
-        "engines": sum(len(report.engines) for report in job.reports.values()),
-        "nodes": len({*job.reports, *(member.node for member in job.members.values())}),
+        "engines": sum([len(report.engines) for report in job.reports.values()]),
+        "nodes": len({*job.reports, *[member.node for member in job.members.values()]}),
         "closed": False,
     }
 

@@ -31,6 +31,7 @@ RENEWALS = 3
 """In the time after which a daemon that says nothing is gone."""
 BACKOFF_SECONDS = (0.1, 5.0)
 LEAVE_SECONDS = 2.0
+NOT_YET = "not announced yet"
 _TRANSIENT = (DaemonUnavailable, DeadlineExceeded)
 _log = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class Announcer:
         self._later: set[str] = set()
         self._bodies: set[str] = set()
         self._changed = asyncio.Event()
-        self._problem: str | None = "not announced yet"
+        self._problem: str | None = NOT_YET
         service.followers.append(self.changed)
 
     def changed(self, jobs: Collection[str]) -> None:
@@ -95,6 +96,11 @@ class Announcer:
     def problem(self) -> str:
         """Why the MetaServer does not know this node now; "" where it does."""
         return self._problem or ""
+
+    @property
+    def answers(self) -> bool:
+        """Whether the MetaServer did when it was asked last, or has yet to be asked."""
+        return self._problem in (None, NOT_YET)
 
     def _now_ms(self, run: str) -> int | None:
         """The clock of the MetaServer's process of that name, as far as known: behind by at most an answer's way."""
@@ -190,6 +196,9 @@ class Announcer:
                     self._told.discard(name)
                 return
             await self._send_manifests(client, job)
+            if self._service.store.jobs.get(name) is not job:  # closed meanwhile
+                self._dirty.add(name)
+                return
             answer = await self._ask(client, "PUT", path, report_of(job) | {"run": self.run})
             self._told.add(name)
             self._reported.fire(name)

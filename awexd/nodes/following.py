@@ -16,7 +16,9 @@ from typing import Any
 from awexd import access
 from awexd.nodes.announcing import Announcer
 from awexd.nodes.joining import Joining
+from awexd.nodes.looking import arrives, look
 from awexd.nodes.mapped import Mapped
+from awexd.nodes.metaclient import MetaClient
 from awexd.nodes.mirroring import Bringing, Means
 from awexd.nodes.routes import Routes
 from awexd.nodes.serving import Serving
@@ -58,6 +60,8 @@ class Following:
         self._dirty: set[str] = set(service.store.jobs)
         self._wake = asyncio.Event()
         service.followers.append(self._changed)
+        service.look_elsewhere = self._look
+        self._client: MetaClient | None = None
         announcer.refused = self._refused
         service.across = self._across
 
@@ -87,7 +91,7 @@ class Following:
             asyncio.TaskGroup() as group,
         ):
             means = Means(self._service, self._announcer, client, self._routes, self._mapped, self._serving, {})
-            watching = Watching(watcher)
+            watching, self._client = Watching(watcher), client
             group.create_task(watching.run())
             self._wake.set()
             while True:
@@ -110,6 +114,11 @@ class Following:
         if follow is None or follow.job is not job:
             raise DaemonUnavailable(f"{job.name}: the MetaServer is just being asked for this job; try again")
         return follow.joining
+
+    async def _look(self, name: str, uid: int) -> None:
+        known = name in self._follows or not arrives(self._service.store.jobs.get(name))
+        if not known and self._client is not None and self._announcer.answers:
+            await look(self._service, self._client, self._announcer.node, name, uid)
 
     def _start(self, group: asyncio.TaskGroup, follow: Follow) -> None:
         name = follow.job.name

@@ -42,6 +42,8 @@ class Trainers:
         name = access.qualify(arguments["job"], call.peer)
         access.check_write(name, call.peer)
         async with self._service.manifest(call):
+            if self._service.look_elsewhere is not None:
+                await self._service.look_elsewhere(name, call.peer.uid)
             job = await self._service.place(call, name, arguments["rank"])
             opened = self._store.register_writer(
                 call.session,

@@ -109,3 +109,37 @@ def test_slow_link_delays_no_trainer_for_long(hosts: Hosts, cluster: Cluster, fo
     step, seen = engine.finish()
     assert seen == [step]
     assert texts(cluster["n0"], "failed") == []
+
+
+@pytest.mark.parametrize("hosts", [4], indirect=True)
+def test_trainer_moves_from_host_to_host(hosts: Hosts, cluster: Cluster, forks: Forks) -> None:
+    names = list(cluster.daemons)
+    engines = [Engine(forks(1 + number % 2), cluster[name], name) for number, name in enumerate(names)]
+    step = 0
+    for name in (*names, names[0]):
+        trainer = Trainer(forks(2), cluster[name])
+        for _ in range(2):
+            step += 1
+            trainer.publish(step)
+            for engine in engines:
+                engine.update(step)
+        trainer.close()
+        for other in names:
+            if other != name:
+                until(cluster[other], lambda status: not job_of(status, "j")["elsewhere"]["trainer_on"])
+
+
+@pytest.mark.parametrize("hosts", [3], indirect=True)
+@pytest.mark.parametrize("number", [0, 1])
+def test_link_that_loses_and_delays_costs_time_and_nothing_else(
+    hosts: Hosts, cluster: Cluster, forks: Forks, number: int
+) -> None:
+    trainer = writer_on(cluster["n0"], forks(1)[0])
+    engine = reader_on(cluster["n1"], forks(1)[0])
+    trainer.start(PUBLISH.format(step=1))
+    engine.start(UPDATE.format(step=1))
+    on_its_way(cluster["n1"], 1)
+    with hosts.harmed(number, "loss"):
+        trainer.finish()
+        lasting(3)
+    assert engine.finish() == [1, [1]]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 
 NETWORK = "10.77.31"
+HARMS = ("cut", "loss")
+LOSS, DELAY = 0.3, 0.2
+"""Of a link that is harmed so; seconds."""
 _numbers = itertools.count()
 
 
@@ -69,6 +74,38 @@ class Hosts:
 
     def join(self, number: int) -> None:
         self._in(self._hub, f"ip link set v{number} up")
+
+    @contextlib.contextmanager
+    def harmed(self, number: int, harm: str) -> Iterator[None]:
+        """That host's link is cut, or loses much of what the host sends, and delivers the rest late."""
+        with contextlib.ExitStack() as stack:
+            if harm == "cut":
+                self.cut(number)
+                stack.callback(self.join, number)
+            elif self.queue(number, f"netem loss {LOSS:.0%} delay {DELAY * 1000:g}ms"):
+                stack.callback(self._in, self.names[number], "tc qdisc del dev eth root")
+            else:
+                stack.enter_context(self._lossy(number))
+            yield
+
+    @contextlib.contextmanager
+    def _lossy(self, number: int) -> Iterator[None]:
+        python = (sys.executable, "-m", "tests.peers.lossy")
+        self._in(self._hub, f"ip link set v{number} nomaster")
+        self._do(*self.wrapper(number), *python, "offload", "eth", "0")
+        command = [*python, "relay", f"v{number}", f"t{number}", str(LOSS), str(DELAY)]
+        relay = subprocess.Popen(["ip", "netns", "exec", self._hub, *command], stdout=subprocess.PIPE)
+        try:
+            assert relay.stdout is not None
+            with relay.stdout:
+                assert relay.stdout.read(1) == b"+", "the relay did not start"
+            self._in(self._hub, f"ip link set t{number} master br0 up")
+            yield
+        finally:
+            relay.kill()
+            relay.wait()
+            self._do(*self.wrapper(number), *python, "offload", "eth", "1")
+            self._in(self._hub, f"ip link set v{number} master br0")
 
     def queue(self, number: int, discipline: str) -> bool:
         """Whether what that host sends now goes by this queueing discipline."""
