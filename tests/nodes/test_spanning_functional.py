@@ -23,7 +23,7 @@ SAME = "done = reader.update(timeout=60)\nresult = [done.step, held.wrong(done.s
 
 def test_every_worker_gets_every_bit_of_every_step(folder: Path, forks: Forks) -> None:
     with Cluster(folder, "a", "b", "c") as cluster:
-        a, b = (cluster[name] for name in "ab")
+        a, b, c = (cluster[name] for name in "abc")
         trainer = Trainer(forks(2), a)
         beside = Spread(forks(4), [a, a, b, b], "beside")  # the trainer's node is one of its own
         far = Spread(forks(3), [c, b, c], "far", verify="off")
