@@ -100,7 +100,7 @@ def test_ranks_gather_until_the_others_turn_up() -> None:
         Trainer(node.world, 1, 4).register()
     node.join(3)
     assert (node.job.epoch, sorted(node.job.writers)) == (3, [0, 1])
-    assert not node.job.pending
+    assert not node.store.is_pending(node.ranks[0].session)
     ready = node.store.ready(node.ranks[0].session)
     assert ready == (ready[0], [digest(f"w{rank}") for rank in range(4)])
     node.store.know_ranks(node.job, {}, (3,))
