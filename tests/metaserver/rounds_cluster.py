@@ -91,7 +91,7 @@ class Worker:
             self.staged = None
             self.session = Session(f"s{next(self.node.cluster.ids)}", next(self.node.cluster.ids), 1)
             self.node.store.open_session(self.session)
-            known = {"version": self.version, "updates": self.updates}
+            known: dict[str, Any] = {"version": self.version, "updates": self.updates}
             size = self.node.cluster.size
             self.node.store.register_worker(
                 self.session, self.node.job, ENGINE, self.rank, world_size=size, digest="d", **known
@@ -131,7 +131,14 @@ class Node:
         commits = self.cluster.commits
         listed = {(1, step): Listing(attempt, {0: ("d0", NBYTES, True)}, ("t",)) for step, attempt in commits.items()}
         high = max([*commits, *self.cluster.withdrawn.values()], default=-1)
-        known = {"epoch": 1, "world_size": 1, "keep": 2, "high": high, "nodes": ("t",), "listed": listed}
+        known: dict[str, Any] = {
+            "epoch": 1,
+            "world_size": 1,
+            "keep": 2,
+            "high": high,
+            "nodes": ("t",),
+            "listed": listed,
+        }
         self.store.mirror(self.job, **known)
         self.store.withdraw_attempts(self.job, set(self.cluster.withdrawn))
 

@@ -8,6 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from awexd.store.ledger import Session
+from awexd.store.store import Resolved
 from awexd_transports.errors import BudgetExceeded
 from tests.metaserver.rounds_cluster import Cluster
 
@@ -209,6 +211,17 @@ def test_engine_whose_workers_all_are_here_asks_nobody() -> None:
     cluster.workers[0].ask()
     assert cluster.workers[0].staged is not None
     assert node.facts is None
+
+
+def test_such_an_engine_asks_nobody_after_a_restart_of_its_daemon_either() -> None:
+    cluster = Cluster("a", size=2)
+    cluster.publish()
+    node = cluster.nodes["a"]
+    node.bring(1)
+    session = Session("s", 1, 1)
+    node.store.open_session(session)
+    node.store.register_worker(session, node.job, "e", 0, world_size=2, digest="d", alone=True)
+    assert isinstance(node.store.resolve(session, None, 10.0, False, cluster.now), Resolved)
 
 
 class Chaos(RuleBasedStateMachine):
