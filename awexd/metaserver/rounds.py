@@ -279,6 +279,9 @@ def _checked(engine: Engine, commits: Commits) -> Iterable[Round | Failed]:
         elif error := _why_not(engine, one, commits):
             del engine.rounds[number]
             yield _fail(engine, one, *error, commits)
+        elif not any(wish.number == number for party in engine.parties.values() for wish in party.wishes):
+            del engine.rounds[number]  # their time is over, which is what they are told
+            yield one
         elif all(_has(node, party, one) for node, party in engine.parties.items()):
             one.settled = True
             yield one
@@ -305,8 +308,6 @@ def _why_not(engine: Engine, one: Round, commits: Commits) -> tuple[str, str] | 
         return code, "; ".join(f"rank {rank}: {engine.left.get(rank, 'not registered')}" for rank in absent[:16])
     if gone := commits.why_gone(one.key, one.attempt):
         return code, gone
-    if not any(wish.number == one.number for party in engine.parties.values() for wish in party.wishes):
-        return code, "nobody waits for it any more"
     return None
 
 

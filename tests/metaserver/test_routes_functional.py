@@ -89,7 +89,8 @@ def test_every_route_answers_as_the_document_says(pair: Client) -> None:
 
 def agree_on(client: Client, attempt: int) -> None:
     """Two nodes with a worker each of one engine, up to a round that both have."""
-    at, version = {"job": JOB, "engine": "two"}, {"epoch": 1, "step": 1, "attempt": attempt}
+    at: dict[str, Any] = {"job": JOB, "engine": "two"}
+    version = {"epoch": 1, "step": 1, "attempt": attempt}
     silent: dict[str, Any] = {"wishes": [], "rounds": [], "cannot": [], "held": [[1, 1, attempt]], "look": 0}
 
     def told(node: str, rank: int, **more: Any) -> dict[str, Any]:
