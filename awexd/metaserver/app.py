@@ -20,7 +20,7 @@ from awexd.metaserver.http import Connection, Head, Refused, Server, not_found, 
 from awexd.metaserver.manifests import Manifests, check_body, unpacked_bytes
 from awexd.metaserver.model import Held, Piece, Report
 from awexd.metaserver.publishing import Publisher
-from awexd.metaserver.rounds import Fact, Told, Wish
+from awexd.metaserver.rounds import told_of
 from awexd.metaserver.schema import Operation, Router
 from awexd.metaserver.state import TICKET_SECONDS, State
 from awexd.metaserver.tokens import ROLES, Tokens
@@ -334,7 +334,7 @@ class App:
 
     def _tell(self, connection: Connection, routed: Routed, body: Body) -> Outcome:
         name = routed.places["engine"]
-        told, now = _told_of(body), time.monotonic()
+        told, now = told_of(msgspec.to_builtins(body)), time.monotonic()
         engine = self._state.tell(body["node"], body["run"], routed.job, name, told, now)
         return self._told({"seq": engine.seq, **engine.shown}, routed.job)
 
@@ -464,33 +464,6 @@ def _report_of(body: Body) -> Report:
 def _held(one: Body) -> Held:
     pieces = {rank: Piece(*piece) for rank, piece in _by_rank(one["pieces"]).items()}
     return Held((one["epoch"], one["step"]), one["attempt"], pieces)
-
-
-def _told_of(body: Body) -> Told:
-    """What a node says of an engine.
-
-    Raises:
-        InvalidArgument: a rank twice, or one that is not in its world.
-    """
-    told = msgspec.to_builtins(body)
-    workers = {row["rank"]: row for row in told["workers"]}
-    if len(workers) < len(told["workers"]) or any(rank >= told["world_size"] for rank in workers):
-        raise InvalidArgument("body: workers are ranks below the world's size, each once")
-    return Told(
-        world_size=told["world_size"],
-        workers=workers,
-        wishes=tuple(
-            Wish(one["id"], one["rank"], one["number"], (one["epoch"], one["step"]), one["attempt"], one["any"])
-            for one in told["wishes"]
-        ),
-        rounds=tuple(
-            Fact(one["id"], one["number"], (one["epoch"], one["step"]), one["attempt"], one["settled"], one["have"])
-            for one in told["rounds"]
-        ),
-        cannot={one["id"]: (one["code"], one["message"]) for one in told["cannot"]},
-        held=frozenset((epoch, step, attempt) for epoch, step, attempt in told["held"]),
-        look=told["look"],
-    )
 
 
 def _is_loopback(host: str) -> bool:

@@ -7,6 +7,7 @@ hand it out. All of it is what nodes say, and say again: a round that any of the
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from awexd.store.model import MAX_OPEN_ROUNDS, VersionKey, describe_ranks
-from awexd_transports.errors import VersionConflict, VersionUnavailable
+from awexd_transports.errors import InvalidArgument, VersionConflict, VersionUnavailable
 
 MAX_ENGINES = 1024
 """Of a job, that span nodes."""
@@ -152,6 +153,32 @@ class Commits(NamedTuple):
         return None
 
 
+def told_of(body: Mapping[str, Any]) -> Told:
+    """What a node says of an engine, from ``TellBody`` of the document.
+
+    Raises:
+        InvalidArgument: a rank twice, or one that is not in its world.
+    """
+    workers = {row["rank"]: row for row in body["workers"]}
+    if len(workers) < len(body["workers"]) or any(rank >= body["world_size"] for rank in workers):
+        raise InvalidArgument("body: workers are ranks below the world's size, each once")
+
+    def version(one: Mapping[str, Any]) -> tuple[VersionKey, int]:
+        return (one["epoch"], one["step"]), one["attempt"]
+
+    return Told(
+        world_size=body["world_size"],
+        workers=workers,
+        wishes=tuple(Wish(one["id"], one["rank"], one["number"], *version(one), one["any"]) for one in body["wishes"]),
+        rounds=tuple(
+            Fact(one["id"], one["number"], *version(one), one["settled"], one["have"]) for one in body["rounds"]
+        ),
+        cannot={one["id"]: (one["code"], one["message"]) for one in body["cannot"]},
+        held=frozenset((epoch, step, attempt) for epoch, step, attempt in body["held"]),
+        look=body["look"],
+    )
+
+
 def tell(job: str, engine: Engine, node: str, told: Told) -> None:
     """What that node says of the engine now.
 
@@ -252,6 +279,9 @@ def _checked(engine: Engine, commits: Commits) -> Iterable[Round | Failed]:
         elif error := _why_not(engine, one, commits):
             del engine.rounds[number]
             yield _fail(engine, one, *error, commits)
+        elif not any(wish.number == number for party in engine.parties.values() for wish in party.wishes):
+            del engine.rounds[number]  # their time is over, which is what they are told
+            yield one
         elif all(_has(node, party, one) for node, party in engine.parties.items()):
             one.settled = True
             yield one
@@ -278,8 +308,6 @@ def _why_not(engine: Engine, one: Round, commits: Commits) -> tuple[str, str] | 
         return code, "; ".join(f"rank {rank}: {engine.left.get(rank, 'not registered')}" for rank in absent[:16])
     if gone := commits.why_gone(one.key, one.attempt):
         return code, gone
-    if not any(wish.number == one.number for party in engine.parties.values() for wish in party.wishes):
-        return code, "nobody waits for it any more"
     return None
 
 
@@ -321,7 +349,7 @@ def _has(node: str, party: Party, one: Round) -> bool:
 
 def _fail(engine: Engine, one: Round, code: str, why: str, commits: Commits) -> Failed:
     message = f"{commits.job}: update {one.number} of engine {engine.name} to {_named(one.key)} came to nothing: {why}"
-    failed = Failed(one.id, one.number, code, message[:1024], int(commits.now * 1000))
+    failed = Failed(one.id, one.number, code, message[:1024], math.ceil(commits.now * 1000))
     engine.failed.append(failed)
     for party in engine.parties.values():
         party.refused |= {wish.id for wish in party.wishes if wish.number == one.number}

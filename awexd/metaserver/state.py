@@ -373,8 +373,9 @@ class State:
             VersionUnavailable: the job is not known: its nodes report it first.
             BudgetExceeded: too many engines.
         """
-        self.node(name, run)
+        node = self.node(name, run)
         job = self.find(job_name)
+        node.jobs.add(job_name)
         engine = job.engines.get(engine_name)
         if engine is None:
             if len(job.engines) >= rounds.MAX_ENGINES:

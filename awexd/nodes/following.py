@@ -282,16 +282,6 @@ class Follow:
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, BACKOFF_SECONDS[1])
 
-    async def _next_change(self, seen: dict[str, Any], after: int) -> dict[str, Any] | None:
-        """The job as of its next change; not of one that only is a rank that begins or seals an attempt."""
-        while True:
-            query = {"after": after, "timeout_ms": WAIT_MS}
-            brief = await self._watcher.call("GET", f"{self._url}/watch", query=query, timeout=ANSWER_SECONDS)
-            minor = brief is not None and {**brief, "seq": 0, "open": 0} == {**seen, "seq": 0, "open": 0}
-            if not minor or brief["open"] == seen["open"] or self._watcher.run != self._means.client.run:
-                return brief  # type: ignore[no-any-return]
-            seen, after = brief, brief["seq"]
-
     def _known(self) -> bool:
         """Whether the MetaServer's present process had told of the trainer's epoch: it forgets a job when that ends."""
         if self.job.mirror is None or self._seen is None:

@@ -121,34 +121,15 @@ class Agreeing:
         known = self._store.spanned(self.engine)
         if known is not None:
             known.problem = self._doing
-        watch = asyncio.create_task(self._watch())
-        pause = BACKOFF_SECONDS[0]
         try:
-            while True:
-                over = self._over
-                try:
-                    told = await self._tell(over)
-                    self._problem, pause = "", BACKOFF_SECONDS[0]
-                    if over:
-                        break
-                    if not told:
-                        await self._change()
-                    continue
-                except AwexdError as error:
-                    self._problem = str(error)
-                except Exception:  # noqa: BLE001 - a fault of ours ends no daemon
-                    _log.exception("agreeing on engine %s of job %s failed", self.engine.name, self.job.name)
-                    self._problem = "it failed inside the daemon; see its log"
-                self._told = None
-                if over:
-                    break  # the MetaServer hears of it when it knows this node again
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(pause * random.uniform(0.5, 1.0)):
-                        await self._wake.wait()
-                await asyncio.sleep(BACKOFF_SECONDS[0])
-                pause = min(2 * pause, BACKOFF_SECONDS[1])
+            async with asyncio.TaskGroup() as group:
+                watch = group.create_task(self._watch())
+                await self._keep()
+                watch.cancel()
+        except Exception:  # noqa: BLE001 - a fault of ours ends no daemon
+            _log.exception("agreeing on engine %s of job %s failed", self.engine.name, self.job.name)
+            await asyncio.sleep(BACKOFF_SECONDS[1])
         finally:
-            watch.cancel()
             self._store.leave_spanning(self.engine)
             self._service.settle()
 
@@ -168,6 +149,28 @@ class Agreeing:
                 raise DeadlineExceeded(f"{self.job.name}: {who} did not tell how its workers are") from None
 
     # internals
+
+    async def _keep(self) -> None:
+        """Tells until all workers are here, or none is; again and again where the MetaServer is away."""
+        pause = BACKOFF_SECONDS[0]
+        while True:
+            over = self._over
+            try:
+                told = await self._tell(over)
+                self._problem, pause = "", BACKOFF_SECONDS[0]
+                if over:
+                    return
+                if not told:
+                    await self._change()
+            except AwexdError as error:
+                if over:
+                    return  # the MetaServer hears of it when it knows this node again
+                self._problem, self._told = str(error), None
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause * random.uniform(0.5, 1.0)):
+                        await self._wake.wait()
+                await asyncio.sleep(BACKOFF_SECONDS[0])
+                pause = min(2 * pause, BACKOFF_SECONDS[1])
 
     def _doing(self) -> str:
         return self._announcer.problem() or self._problem

@@ -15,6 +15,7 @@ from awexd import __version__, access
 from awexd.service import EVENTS, Call, Reply, Service
 from awexd.store import Wait, phases
 from awexd.store.model import Engine, Job, SegmentState, Version, Worker, Writer
+from awexd.store.spanning import spans
 from awexd_transports.errors import VersionUnavailable
 
 PAGE_BYTES = 1 << 18
@@ -165,7 +166,7 @@ class Report:
         engine = job.engines.get(call.arguments["engine"]) if job else None
         if engine is None:
             raise VersionUnavailable(f"{name}: no worker of engine {call.arguments['engine']} has registered")
-        return self._seen(job, engine, call) if job and engine.spanning else Reply(self._engine(engine))
+        return self._seen(job, engine, call) if job and spans(engine) else Reply(self._engine(engine))
 
     async def _seen(self, job: Job, engine: Engine, call: Call) -> Reply:
         if self.seen is not None:
