@@ -22,7 +22,7 @@ class Event:
         number: counts from 1 in each start of the daemon.
         at: seconds since 1970, for people.
         kind: ``epoch``, ``joined``, ``left``, ``committed``, ``withdrawn``, ``failed``, ``expired``, ``closed``,
-            ``fetching``, ``fetched`` or ``metaserver``.
+            ``fetching``, ``fetched``, ``metaserver``, ``route`` or ``refused``.
         job: "" where it is of none.
         text: a sentence without the job's name.
     """

@@ -176,7 +176,7 @@ class Routes:
         return mine < SLOW if theirs is None else theirs >= CHEAP * mine
 
     def _use(self, link: Link, name: str, why: str) -> None:
-        untold = [fault for fault in link.faults.values() if not fault.told]
+        untold = [fault for left, fault in link.faults.items() if not fault.told and left != name]
         if link.transport != name:
             link.transport, link.since = name, time.time()
         link.why = why

@@ -116,13 +116,19 @@ class Agent:
     def _forget(self, memory: Memory) -> None:
         if self._forget in memory.closing:
             memory.closing.remove(self._forget)
-        child, mapping = self._regions.pop(memory, (None, None))
-        if child is None or mapping is None:
+        _, mapping = self._regions.pop(memory, (None, None))
+        if mapping is None:
             return
-        if not mapping.done():
-            mapping.cancel()
-        elif not mapping.cancelled() and mapping.exception() is None:
-            child.tell("unmap", key=mapping.result().key)
+        if mapping.done():
+            _unmap(mapping)
+        else:
+            mapping.add_done_callback(_unmap)
+
+
+def _unmap(mapping: asyncio.Task[Region]) -> None:
+    if not mapping.cancelled() and mapping.exception() is None:
+        region = mapping.result()
+        region.child.tell("unmap", key=region.key)
 
 
 def _reopened(memory: Memory) -> tuple[int, bool]:

@@ -36,6 +36,8 @@ PART_BYTES = 8 << 20
 """What is posted at once: progress goes by it, and a post may block for the time of its copy."""
 PARTS = 4
 """Of one put that are posted at a time."""
+PROGRESS_SECONDS = 0.05
+"""Between two words of how far a put has come."""
 MAX_ROWS = 4096
 """Of one part."""
 BUSY_SECONDS, IDLE_SECONDS = 0.0001, 0.002
@@ -57,7 +59,13 @@ class Region:
 
 @dataclass(slots=True)
 class Put:
-    """Bytes on their way to a peer. ``parts``: not posted yet; ``posted``: handles, and the bytes of each."""
+    """Bytes on their way to a peer.
+
+    Attributes:
+        parts: not posted yet.
+        posted: handles, and the bytes of each.
+        done, told: bytes that are there, and those that the daemon knows of.
+    """
 
     id: int
     agent: str
@@ -65,6 +73,8 @@ class Put:
     remote: int
     parts: deque[list[tuple[int, int]]]
     done: int = 0
+    told: int = 0
+    told_at: float = 0.0
     error: str | None = None
     posted: list[tuple[Any, int]] = field(default_factory=list)
 
@@ -158,12 +168,13 @@ class Sidecar:
 
     def _go_on(self, put: Put) -> bool:
         """Whether it is at its end: nothing of it is on its way any more."""
-        before = put.done
         put.posted = [(handle, nbytes) for handle, nbytes in put.posted if not self._is_done(put, handle, nbytes)]
         while put.error is None and put.parts and len(put.posted) < PARTS:
             self._post(put)
         if put.posted or (put.error is None and put.parts):
-            if put.done > before:
+            now = time.monotonic()
+            if put.done > put.told and now > put.told_at + PROGRESS_SECONDS:
+                put.told, put.told_at = put.done, now
                 self._say(put.id, {"at": put.done})
             return False
         self._say(put.id, {} if put.error is None else {"error": put.error})

@@ -68,6 +68,7 @@ def test_a_daemon_tells_what_it_has_and_what_changes(folder: Path, metaserver: M
         assert daemon.ask("status")["metaserver"] == {
             "url": metaserver.url, "node": "n0", "connected": True, "problem": None, "address": "n0:7470",
             "sent_bytes": 0,
+            "routes": [],
         }  # fmt: skip
         with (
             WeightWriter("j", 0, 1, daemon.socket) as writer,

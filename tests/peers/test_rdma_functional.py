@@ -1,6 +1,7 @@
 """The rdma transport is one, over UCX's TCP where there is no device: see ``conformance``.
 
-Tickets are checked by the code of tcp, and tested there; a node and its sidecars take a while to start.
+A node and its sidecars take a while to start: what is not the transport's own, but shared with tcp or the fetcher's, is
+left to the tests of tcp.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ class TestRdma(Conformance):
     test_wrong_ticket_is_refused = None
     test_ticket_opens_its_own_version_only = None
     test_call_itself_is_checked = None  # type: ignore[assignment]
+    test_sources_that_hold_parts_are_asked_for_those = None
+    test_bytes_that_nobody_holds_are_said = None
+    test_pieces_are_told_once_and_when_they_are_there = None
 
     @pytest.mark.parametrize(("nbytes", "verify"), [(1, True), (MiB + 1, False), (256 * MiB, True), (256 * MiB, False)])
     async def test_bits_are_equal(self, node: NodeMaker, segment: SegmentMaker, nbytes: int, verify: bool) -> None:

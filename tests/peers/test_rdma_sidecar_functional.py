@@ -45,19 +45,17 @@ async def test_rows_are_written_where_they_belong_and_nothing_between_them(
 ) -> None:
     held, into = segment(64 * MiB, 1), segment(64 * MiB)
     there, here, name = await introduced(*agents, held, into)
-    at: list[int] = []
     here.child.expect(1)
     for run, stride, rows in ((1000, 5000, 13_000), (9 * MiB, 10 * MiB, 6), (1, 2, 5)):
         into.fill(FILL)
         shape: dict[str, Any] = {"rows": rows, "run": run, "stride": stride, "nbytes": rows * run}
         where: dict[str, Any] = {"key": there.key, "offset": 7, "agent": name, "address": here.address + 7}
-        await there.child.call("put", within=60.0, progress=at.append, **where, **shape)
+        await there.child.call("put", within=60.0, **where, **shape)
         wanted = np.full(into.nbytes, FILL, np.uint8)
         with held.bytes() as source:
             for start in range(7, 7 + rows * stride, stride):
                 wanted[start : start + run] = source[start : start + run]
         assert np.array_equal(into.copy(), wanted)
-    assert at
 
 
 async def test_what_cannot_be_is_refused_and_harms_nothing(agents: tuple[Agent, Agent], segment: SegmentMaker) -> None:
