@@ -166,6 +166,7 @@ class Server:
         self._heads: dict[bytes, tuple[Head, Target]] = {}
         self._prefixes: dict[tuple[int, str, bool], bytes] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._answering: list[Connection] = []
 
     def __call__(self) -> Connection:
         return Connection(self)
@@ -220,6 +221,20 @@ class Server:
                 self._heads[head] = found
         return found
 
+    def answers(self, connection: Connection) -> None:
+        """It has an answer to write, which goes out with all others of this turn of the loop.
+
+        One after another they wake a client that has many connections once, and not for each.
+        """
+        self._answering.append(connection)
+        if len(self._answering) == 1:
+            asyncio.get_running_loop().call_soon(self._write_answers)
+
+    def _write_answers(self) -> None:
+        answering, self._answering = self._answering, []
+        for connection in answering:
+            connection.flush()
+
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
@@ -266,6 +281,7 @@ class Connection(asyncio.Protocol):
         self._stalled: float | None = None
         self._transport: asyncio.Transport
         self._fd = -1
+        self._answer_bytes = b""
         self.closed: Callable[[], None] | None = None
 
     # of asyncio
@@ -290,6 +306,9 @@ class Connection(asyncio.Protocol):
         if self.closed is not None:
             closed, self.closed = self.closed, None
             closed()
+
+    def eof_received(self) -> None:
+        self.flush()  # the transport closes now
 
     def pause_writing(self) -> None:
         self._stalled = self._loop.time()
@@ -351,11 +370,18 @@ class Connection(asyncio.Protocol):
         if self._buffer:
             self._loop.call_soon(self._proceed)
 
+    def flush(self) -> None:
+        """Writes what it has to answer."""
+        if self._answer_bytes and not self._transport.is_closing():
+            self._send(b"")
+
     # internals
 
     def _send(self, data: bytes) -> None:
-        """At once where the kernel takes it; the transport would do so after all else that is due in this turn."""
+        """After what it has to answer; at once where the kernel takes it, which the transport would do later."""
         transport = self._transport
+        if self._answer_bytes:
+            data, self._answer_bytes = self._answer_bytes + data, b""
         # Once it is closing, its descriptor may be another connection's.
         if self._fd >= 0 and not transport.is_closing() and not transport.get_write_buffer_size():
             try:
@@ -422,7 +448,11 @@ class Connection(asyncio.Protocol):
             _log.exception("%s %s failed", head.method, head.path)
             outcome = server.error(AwexdError("a fault of the MetaServer's own; its log has more"))
         if isinstance(outcome, bytes):
-            self._send(outcome)
+            if self._last or self._answer_bytes:
+                self._send(outcome)
+            else:
+                self._answer_bytes = outcome
+                server.answers(self)
             self._done()
         elif outcome is not None:
             server.start(self._later(head, outcome))

@@ -78,6 +78,16 @@ def test_malformed_request_is_told_so_and_ends_its_connection(serving: MetaServe
     assert (told, json.loads(body)["code"], headers["connection"]) == (status, "protocol_error", "close")
 
 
+def test_client_that_says_no_more_still_gets_its_answers(serving: MetaServer) -> None:
+    one = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    for count in (1, 2, 3000):  # also many at once, whose answers go out as they come
+        with plain(serving) as connection:
+            connection.sendall(one * count)
+            connection.shutdown(socket.SHUT_WR)
+            found = answers(connection)
+        assert [status for status, _, _ in found] == [200] * count
+
+
 def test_requests_may_come_together_and_in_pieces(serving: MetaServer) -> None:
     one = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
     body = json.dumps({"digests": [DIGEST]}).encode()

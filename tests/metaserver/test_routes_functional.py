@@ -183,11 +183,12 @@ def test_one_request_waits_for_several_jobs_and_is_told_of_those_that_have_chang
         pair.join(f"alice/{name}", "n0", [0], 1)
     jobs = [JOB, "alice/other", "alice/quiet"]
 
+    first = pair.call("watch_jobs", {"jobs": [[job, 0] for job in jobs], "timeout_ms": 0})["jobs"]
+    seqs = [[view["brief"]["job"], view["brief"]["seq"]] for view in first]
+    assert pair.call("watch_jobs", {"jobs": seqs, "timeout_ms": 1}) is None
+
     def wait(_: int) -> Any:
         with Client(metaserver) as own:
-            first = own.call("watch_jobs", {"jobs": [[job, 0] for job in jobs], "timeout_ms": 0})["jobs"]
-            seqs = [[view["brief"]["job"], view["brief"]["seq"]] for view in first]
-            assert own.call("watch_jobs", {"jobs": seqs, "timeout_ms": 1}) is None
             return own.call("watch_jobs", {"jobs": seqs, "timeout_ms": 30_000})
 
     with ThreadPoolExecutor(8) as threads:
