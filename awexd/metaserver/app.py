@@ -317,17 +317,19 @@ class App:
         version = (body["epoch"], body["step"])
         now = time.monotonic()
         wanted = body["source"], frozenset(body["avoid"])
-        made = self._state.ticket(body["node"], body["run"], routed.job, version, *wanted, now=now)
-        ticket, key, source = made
-        return self.answer(
+        more = {"ranks": body["ranks"], "parts": body["parts"]}
+        found = self._state.tickets(body["node"], body["run"], routed.job, version, *wanted, **more, now=now)
+        rows = [
             {
-                "ticket": ticket.encode().decode(),
-                "key": key.hex(),
-                "source": source.name,
-                "address": source.address,
-                "ttl_ms": int(TICKET_SECONDS * 1000),
+                "source": grant.source.name,
+                "address": grant.source.address,
+                "key": grant.key.hex(),
+                "ticket": grant.ticket.encode().decode(),
+                "ranks": sorted(grant.ranks),
             }
-        )
+            for grant in found
+        ]
+        return self.answer({"sources": rows, "ttl_ms": int(TICKET_SECONDS * 1000)})
 
     def _missing(self, connection: Connection, routed: Routed, body: Body) -> bytes:
         return self.answer({"missing": [digest for digest in body["digests"] if digest not in self.manifests]})

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from awexd.store.model import VersionKey
+from awexd.tickets import Ticket
 
 MAX_NODES = 4096
 MAX_JOBS = 4096
@@ -44,7 +45,7 @@ class Node:
         address: ``host:port`` where it serves other daemons; None where it does not.
         key: of the tickets that let others fetch from it.
         expires: it is gone then, unless it renews.
-        tickets: given for it, so that the next goes to another holder.
+        tickets: that named it as a source.
     """
 
     name: str
@@ -79,7 +80,8 @@ class Version:
     Attributes:
         holders: which ranks' pieces each node has.
         fetching: nodes that bring it to themselves, in the order in which they began: one may serve those after it.
-        asked: tickets given for it, by the node to fetch from.
+        parts: what each node has or brings of its ranks, where that is not all; such a node serves only its like.
+        asked: bytes that tickets were given for, by the node to fetch from.
     """
 
     key: VersionKey
@@ -88,6 +90,7 @@ class Version:
     pieces: dict[int, Piece] = field(default_factory=dict)
     holders: dict[str, frozenset[int]] = field(default_factory=dict)
     fetching: dict[str, int] = field(default_factory=dict)
+    parts: dict[str, str] = field(default_factory=dict)
     asked: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -97,6 +100,15 @@ class Version:
     def held(self) -> bool:
         """Whether every piece is on some node."""
         return len(frozenset().union(*self.holders.values())) == self.world_size
+
+
+class Grant(NamedTuple):
+    """Leave to fetch some ranks' segments from one node."""
+
+    source: Node
+    ticket: Ticket
+    key: bytes
+    ranks: frozenset[int]
 
 
 class Held(NamedTuple):

@@ -7,14 +7,15 @@ All the rest is what the daemons say, and say again when this process's ``run`` 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
-from awexd.metaserver import writing
+from awexd.metaserver import sources, writing
 from awexd.metaserver.model import (
     MAX_JOBS,
     MAX_JOBS_OF_A_NODE,
     MAX_NODES,
     Attempt,
+    Grant,
     Held,
     Job,
     Member,
@@ -141,6 +142,7 @@ class State:
         for version in job.versions.values():
             version.holders.pop(node, None)
             version.fetching.pop(node, None)
+            version.parts.pop(node, None)
         writing.trim(job)
         self.touched.add(job.name)
 
@@ -222,8 +224,10 @@ class State:
         for key, version in job.versions.items():
             if key not in holds and version.holders.pop(node, None) is not None:
                 self.touched.add(job.name)
-            if key in holds or key not in report.fetching:
+            if len(version.holders.get(node, ())) == version.world_size or key not in report.fetching:
                 version.fetching.pop(node, None)
+            if key not in holds and node not in version.fetching:
+                version.parts.pop(node, None)
         writing.trim(job)
         return refused
 
@@ -338,56 +342,63 @@ class State:
 
     # transfers
 
-    def ticket(
+    def tickets(
         self,
         name: str,
         run: str,
         job_name: str,
         key: VersionKey,
-        source: str | None,
+        source: str | None = None,
         avoid: frozenset[str] = frozenset(),
         *,
+        ranks: Iterable[int] | None = None,
+        parts: str | None = None,
         now: float,
-    ) -> tuple[Ticket, bytes, Node]:
-        """A ticket to fetch a version, its key, and the node to fetch from: the one asked for, else the least asked.
+    ) -> list[Grant]:
+        """Leave to fetch a version, or these ranks of it, from one node or from several that together have them.
 
-        Whoever asks counts as fetching from then on, and may be asked itself by those that begin later: so each has one
-        source, and a trainer's node serves few, however many fetch at once. No two can wait for each other.
+        Whoever asks counts as fetching from then on, and may be asked itself by those that begin later: so a trainer's
+        nodes serve few, however many fetch at once. ``parts``: of what it brings, where that is not all.
 
         Raises:
-            VersionUnavailable: nobody else has that version and serves it.
+            VersionUnavailable: no other nodes have that and serve it.
         """
         target = self.node(name, run)
         job = self.find(job_name)
         version = job.versions.get(key)
-        holders = version.holders if version is not None else {}
-        earlier = self._before(version, name) if version is not None else []
-        sources = [self.nodes[node] for node in (*holders, *earlier) if node != name and self.nodes[node].address]
-        if source is not None:
-            sources = [node for node in sources if node.name == source]
-        sources = [node for node in sources if node.name not in avoid]
-        if version is None or not sources:
-            who = f"node {source}" if source else "no other node"
-            have = "does not serve" if source else "serves"
-            raise VersionUnavailable(f"{job_name}: {who} {have} epoch {key[0]} step {key[1]}")
+        wanted = frozenset(ranks if ranks is not None else range(version.world_size if version else 0))
+        found = None
+        if version is not None:
+            has = self._serving(version, name, sources.before(version, name, parts), parts)
+            has = {node: held for node, held in has.items() if source in (None, node) and node not in avoid}
+            found = sources.choose(version, has, wanted, lambda node: self.nodes[node].tickets)
+        if version is None or not found:
+            who = f"node {source} does not serve" if source else "no other nodes serve"
+            what = "" if ranks is None else f"{describe_ranks(wanted)} of "
+            raise VersionUnavailable(f"{job_name}: {who} {what}epoch {key[0]} step {key[1]}")
         target.jobs.add(job_name)
-        asked = version.asked
-        chosen = min(sources, key=lambda node: (asked[node.name], node.tickets, node.name))
-        chosen.tickets += 1
-        asked[chosen.name] += 1
         expires = int((now + TICKET_SECONDS) * 1000)
-        serial = secrets.token_hex(16)
-        ticket = Ticket(job_name, *key, version.attempt, chosen.name, name, self.run, expires, serial)
-        return ticket, key_of(chosen.key, ticket.encode()), chosen
+        return [self._grant(job, version, self.nodes[node], name, taken, expires) for node, taken in found.items()]
 
-    @staticmethod
-    def _before(version: Version, name: str) -> list[str]:
-        """Nodes that began to fetch that version before this one, which begins now if it had not."""
-        if name in version.holders:
-            return []
-        last = max(version.fetching.values(), default=0)
-        number = version.fetching.setdefault(name, last + 1)
-        return [node for node, begun in version.fetching.items() if begun < number]
+    def _serving(
+        self, version: Version, name: str, earlier: list[str], parts: str | None
+    ) -> dict[str, Collection[int]]:
+        """Other nodes that may be asked for a version, and for which ranks."""
+        has: dict[str, Collection[int]] = {**version.holders, **dict.fromkeys(earlier, range(version.world_size))}
+        return {
+            node: ranks
+            for node, ranks in has.items()
+            if node != name and self.nodes[node].address and version.parts.get(node, parts) == parts
+        }
+
+    def _grant(
+        self, job: Job, version: Version, source: Node, target: str, ranks: frozenset[int], expires: int
+    ) -> Grant:
+        source.tickets += 1
+        epoch, step = version.key
+        serial = secrets.token_hex(16)
+        ticket = Ticket(job.name, epoch, step, version.attempt, source.name, target, self.run, expires, serial)
+        return Grant(source, ticket, key_of(source.key, ticket.encode()), ranks)
 
     # internals
 

@@ -72,7 +72,7 @@ class Bringing:
     """One version on its way here. ``run`` once.
 
     Attributes:
-        source: the node that it comes from now; "" while there is none.
+        sources: the nodes that it comes from now.
         phase: what is waited for, for people.
     """
 
@@ -87,7 +87,8 @@ class Bringing:
         self._began = time.monotonic()
         self._told: set[str] = set()
         self._introduced = False
-        self.source, self.phase = "", "its manifests"
+        self.sources: tuple[str, ...] = ()
+        self.phase = "its manifests"
 
     @property
     def here(self) -> int:
@@ -106,7 +107,7 @@ class Bringing:
             "bytes": self._listed.nbytes,
             "here_bytes": self.here,
             "bytes_per_second": int(self.here / seconds),
-            "sources": [self.source] if self.source else [],
+            "sources": list(self.sources),
             "route": self._means.transport.name,
             "waits_for": self.phase,
         }
@@ -239,34 +240,35 @@ class Bringing:
         pause, before = BACKOFF_SECONDS[0], fetcher.left
         while fetcher.left:
             try:
-                source = await self._ticket(avoid)
-                self._announce(source)
-                await fetcher.run([source], RUN_SECONDS)
+                sources = await self._sources([rank for rank in pieces if fetcher.left_of(rank)], avoid)
+                self._announce(sources)
+                await fetcher.run(sources, RUN_SECONDS)
             except AwexdError as error:
                 if fetcher.left < before:
                     pause, before = BACKOFF_SECONDS[0], fetcher.left
                 self._check_wanted()
                 unknown = "announce" in error.details  # this node itself, to a MetaServer that was started anew
-                unserved = isinstance(error, VersionUnavailable) and not self.source and not unknown
+                unserved = isinstance(error, VersionUnavailable) and not self.sources and not unknown
                 if unserved and not avoid:
-                    self.phase = "a node that serves it to come"
+                    self.phase = "nodes that serve it to come"
                     # Told by a change, which may have come before this: so it is asked again, too, now and then.
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(UNSERVED_SECONDS):
                             await self._means.service.changes.next(self._job.name)
                     continue
                 self._failed(error)
-                if self.source:
-                    avoid.add(self.source)
+                if self.sources:
+                    avoid.update(fetcher.failed or self.sources)
                 else:
                     avoid.clear()  # whoever failed before may be back
-                self.source = ""
+                self.sources = ()
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))
                 pause = min(2 * pause, BACKOFF_SECONDS[1])
 
-    async def _ticket(self, avoid: set[str]) -> Source:
+    async def _sources(self, ranks: list[int], avoid: set[str]) -> list[Source]:
+        """Nodes that together have what is left of these ranks."""
         announcer, (epoch, step) = self._means.announcer, self._key
-        self.source, self.phase = "", "the MetaServer to name a node that serves it"
+        self.sources, self.phase = (), "the MetaServer to name nodes that serve it"
         body = {
             "node": announcer.node,
             "run": announcer.run,
@@ -274,31 +276,39 @@ class Bringing:
             "step": step,
             "source": None,
             "avoid": sorted(avoid)[:64],
+            "ranks": ranks,
+            "parts": None,
         }
         answer = await self._means.client.call("POST", f"/v1/jobs/{self._job.name}/tickets", body)
         try:
-            host, _, port = answer["address"].rpartition(":")
-            key = bytes.fromhex(answer["key"])
-            source = Source(answer["source"], host.strip("[]"), int(port), answer["ticket"].encode(), key)
+            sources = [self._source(row) for row in answer["sources"]]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DaemonUnavailable("the MetaServer answers otherwise than this version expects") from error
-        self.source = source.node
-        return source
+        self.sources = tuple(source.node for source in sources)
+        return sources
 
-    def _announce(self, source: Source) -> None:
-        where = f"{source.node} ({source.host} port {source.port})"
-        self.phase = f"bytes from node {where} by {self._means.transport.name}"
+    def _source(self, row: dict[str, Any]) -> Source:
+        host, _, port = row["address"].rpartition(":")
+        holds = {int(rank): Ranges([(0, self._listed.pieces[rank][1])]) for rank in row["ranks"]}
+        where = (row["source"], host.strip("[]"), int(port))
+        return Source(*where, row["ticket"].encode(), bytes.fromhex(row["key"]), holds)
+
+    def _announce(self, sources: list[Source]) -> None:
+        named = ", ".join(f"node {one.node} ({one.host} port {one.port})" for one in sources)
+        self.phase = f"bytes from {named} by {self._means.transport.name}"
         if not self._introduced:
             self._introduced = True
-            text = f"{_named(self._key)}: {self._listed.nbytes} bytes from node {where}"
+            text = f"{_named(self._key)}: {self._listed.nbytes} bytes from {named}"
             self._means.service.note("fetching", self._job.name, text, logging.DEBUG)
             self._means.service.settle()
 
     def _failed(self, error: AwexdError) -> None:
         """Tells once of each source that failed."""
-        where = f"node {self.source}" if self.source else "a node that serves it"
+        failed = self._fetcher.failed if self._fetcher else {}
+        names = [name for name in self.sources if name in failed] or list(self.sources)
+        where = f"node {', '.join(names)}" if names else "nodes that serve it"
         self.phase = f"{where}, after a failure: {error}"
-        if self.source and where not in self._told:
+        if names and where not in self._told:
             self._told.add(where)
             text = f"{_named(self._key)} from {where}: {error}"
             self._means.service.note("failed", self._job.name, text, logging.WARNING)

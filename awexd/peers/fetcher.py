@@ -46,6 +46,7 @@ class Fetcher:
 
     Attributes:
         delivered: bytes by source.
+        failed: sources that the last run gave up, and why.
         again: bytes that were fetched more than once.
     """
 
@@ -70,6 +71,7 @@ class Fetcher:
         }
         self._running = False
         self.delivered: Counter[str] = Counter()
+        self.failed: dict[str, AwexdError] = {}
         self.again = 0
 
     @property
@@ -77,12 +79,18 @@ class Fetcher:
         """Bytes that are not there yet, or not known to be right."""
         return sum(rank.left for rank in self._ranks.values())
 
+    def left_of(self, rank: int) -> int:
+        """Of one rank's."""
+        return self._ranks[rank].left
+
     def right(self, rank: int) -> Ranges:
         """What is there and right."""
         return self._ranks[rank].right.copy()
 
     async def run(self, sources: Iterable[Source], within: float) -> None:
         """Returns when all is there. However it ends, nothing is written or read any more.
+
+        Where a source fails that alone has some of it, the others still give what they have.
 
         Raises:
             DeadlineExceeded: not within so many seconds.
@@ -120,8 +128,9 @@ class _Run:
         self._streams = {source.node: self._settings.streams for source in sources}
         self._paces: dict[Lane, Pace] = {}
         self._strikes: Counter[str] = Counter()
+        self._under_way = 0
         self._doubted: set[tuple[int, int]] = set()
-        self._failures: dict[str, AwexdError] = {}
+        self._failures = fetcher.failed = dict[str, AwexdError]()
         self._changed = asyncio.Event()
         self._ended = asyncio.Event()
 
@@ -132,7 +141,7 @@ class _Run:
                 every = [source for source in sources for _ in range(self._settings.streams)]
                 streams = [group.create_task(self._stream(source)) for source in every]
                 try:
-                    if streams and not self._pieces.nobodys():
+                    if streams and not self._stranded():
                         await self._ended.wait()
                 finally:
                     self._ended.set()
@@ -179,8 +188,12 @@ class _Run:
         if not self._streams[node]:
             self._pieces.leave(node)
         self._change()
-        if not any(self._streams.values()) or self._pieces.nobodys():
+        if not any(self._streams.values()) or self._stranded():
             self._ended.set()
+
+    def _stranded(self) -> bool:
+        """Whether no source can give more: what is left is nobody's."""
+        return not self._under_way and not self._pieces.anybodys()
 
     async def _use(self, lane: Lane, source: Source) -> None:
         self._paces[lane] = Pace(lane, source)
@@ -196,8 +209,14 @@ class _Run:
             piece = self._pieces.take(source.node)
             if piece is None:
                 await self._idle(lane)
-            else:
+                continue
+            self._under_way += 1
+            try:
                 await self._fetch(lane, source, piece)
+            finally:
+                self._under_way -= 1
+                if not self._fetcher.left or self._stranded():
+                    self._ended.set()
 
     async def _fetch(self, lane: Lane, source: Source, piece: Piece) -> None:
         rank, pace = self._fetcher._ranks[piece.rank], self._paces[lane]
@@ -219,8 +238,6 @@ class _Run:
             self._blame(rank, tile)
             self._want_again(rank.again(tile))
         self._change()
-        if not self._fetcher.left:
-            self._ended.set()
 
     def _blame(self, rank: Arrivals, tile: Checked) -> None:
         """Of a tile from two sources, either may be wrong: it comes again, from one if one has all of it."""

@@ -51,6 +51,10 @@ class Pieces:
         """One that no source holds."""
         return next(iter(self._groups.get(frozenset(), ())), None)
 
+    def anybodys(self) -> bool:
+        """Whether some source holds one of them."""
+        return any(queue for holders, queue in self._groups.items() if holders)
+
     def _regroup(self) -> None:
         pieces = list(self)
         self._groups.clear()

@@ -70,7 +70,7 @@ def test_every_route_answers_as_the_document_says(pair: Client) -> None:
     assert pair.call("watch", job=JOB, query={"after": 1})["engines"] == 1
     pair.call("events")
     where = {"node": "n1", "run": RUN, "epoch": 1, "step": 1}
-    pair.call("ticket", where | {"source": None, "avoid": []}, job=JOB)
+    pair.call("ticket", where | {"source": None, "avoid": [], "ranks": [0], "parts": None}, job=JOB)
     pair.join(JOB, "n1", [1], 2, epoch=1)
     second = pair.begin(JOB, "n1", 1, 2, [1])
     pair.seal(JOB, "n1", 1, 2, second, [1])
@@ -152,13 +152,13 @@ def test_events_come_in_pages_and_are_waited_for(pair: Client) -> None:
     assert pair.call("events", query={"after": rest["last"], "timeout_ms": 1}) is None
 
 
-def test_ticket_goes_to_the_holder_that_was_asked_least_and_only_it_can_check_it(pair: Client) -> None:
+def test_tickets_name_the_nodes_that_have_the_ranks_and_only_those_can_check_them(pair: Client) -> None:
     commit(pair, 1)
     keys = {node: bytes.fromhex(pair.announce(node, address=f"{node}.cluster:7470")["key"]) for node in ("n0", "n1")}
     pair.announce("n2", run="another-run")
-    where = {"node": "n2", "run": "another-run", "epoch": 1, "step": 1, "avoid": []}
-    given = [pair.call("ticket", where | {"source": None}, job=JOB) for _ in range(4)]
-    assert sorted(one["source"] for one in given) == ["n0", "n0", "n1", "n1"]
+    where = {"node": "n2", "run": "another-run", "epoch": 1, "step": 1, "avoid": [], "ranks": None, "parts": None}
+    given = pair.call("ticket", where | {"source": None}, job=JOB)["sources"]
+    assert [(one["source"], one["ranks"]) for one in given] == [("n0", [0]), ("n1", [1])]
     for one in given:
         body = one["ticket"].encode()
         found = tickets.decode(body)

@@ -376,10 +376,57 @@ def test_a_node_has_so_many_jobs_and_no_more() -> None:
 def test_tickets_name_this_process_and_end() -> None:
     cluster = joined()
     cluster.commit(5)
-    ticket, key, source = cluster.state.ticket("n0", "r1", JOB, (1, 5), None, now=100.0)
+    (grant,) = cluster.state.tickets("n0", "r1", JOB, (1, 5), ranks=[1], now=100.0)
+    ticket = grant.ticket
     assert (ticket.run, ticket.source, ticket.target, ticket.expires) == ("run", "n1", "n0", 160_000)
-    assert source.name == "n1"
-    assert len(key) == 32
+    assert (grant.source.name, grant.ranks) == ("n1", frozenset({1}))
+    assert len(grant.key) == 32
+
+
+def test_version_of_several_nodes_comes_from_all_of_them_and_then_from_who_has_it_whole() -> None:
+    cluster = Cluster("n0", "n1", "n2", "n3")
+    cluster.join("n0", 0)
+    cluster.join("n1", 1)
+    cluster.commit(5)
+
+    def ask(node: str, *ranks: int, **more: Any) -> dict[str, set[int]]:
+        found = cluster.state.tickets(node, "r1", JOB, (1, 5), ranks=ranks or None, now=1.0, **more)
+        return {grant.source.name: set(grant.ranks) for grant in found}
+
+    assert ask("n2") == {"n0": {0}, "n1": {1}}
+    assert ask("n3") == {"n2": {0, 1}}
+    assert ask("n3", 1, avoid=frozenset({"n2"})) == {"n1": {1}}
+    assert ask("n0", 1, avoid=frozenset({"n2", "n3"})) == {"n1": {1}}  # a trainer's node takes the others' ranks
+    with pytest.raises(VersionUnavailable, match="rank 1 of epoch 1 step 5"):
+        ask("n0", 1, avoid=frozenset({"n1", "n2", "n3"}))
+    cluster.state.leave("n1", "r1")
+    assert ask("n2", 0) == {"n0": {0}}
+    with pytest.raises(VersionUnavailable):
+        ask("n2")
+
+
+def test_sources_are_chosen_by_the_bytes_asked_of_them() -> None:
+    cluster = Cluster("n0", "n1", "n2")
+    cluster.report("n0", (1, 3, 77), ranks=2)
+    cluster.report("n1", (1, 3, 77))
+    asked = cluster.job.versions[1, 3].asked
+    asked |= {"n0": 150, "n1": 100}
+    (grant,) = cluster.state.tickets("n2", "r1", JOB, (1, 3), now=1.0)
+    assert (grant.source.name, asked["n1"]) == ("n1", 300)
+
+
+def test_node_that_brings_a_part_serves_only_those_that_bring_the_same() -> None:
+    cluster = Cluster("n0", "n1", "n2", "n3", "n4")
+    cluster.report("n0", (1, 3, 77), ranks=2)
+
+    def ask(node: str, parts: str | None) -> str:
+        (grant,) = cluster.state.tickets(node, "r1", JOB, (1, 3), parts=parts, now=1.0)
+        return grant.source.name
+
+    assert [ask("n1", "aa"), ask("n2", "bb"), ask("n3", None)] == ["n0"] * 3
+    assert ask("n4", "aa") in ("n1", "n3")
+    cluster.job.versions[1, 3].asked["n3"] = 10**6
+    assert ask("n4", "aa") == "n1"
 
 
 def test_who_fetches_is_asked_by_those_that_begin_later_and_by_no_others() -> None:
@@ -387,7 +434,8 @@ def test_who_fetches_is_asked_by_those_that_begin_later_and_by_no_others() -> No
     cluster.report("n0", (1, 3, 77), ranks=2)
 
     def ask(node: str, **more: Any) -> str:
-        return str(cluster.state.ticket(node, "r1", JOB, (1, 3), None, now=100.0, **more)[2].name)
+        (grant,) = cluster.state.tickets(node, "r1", JOB, (1, 3), now=100.0, **more)
+        return str(grant.source.name)
 
     assert [ask(node) for node in ("n1", "n2", "n3")] == ["n0", "n1", "n2"]
     assert ask("n2", avoid=frozenset({"n1"})) == "n0"  # not n3, which may wait for it

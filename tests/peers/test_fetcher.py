@@ -52,3 +52,27 @@ async def test_end_is_kept_though_a_lane_breaks_at_that_moment(segment: Callable
     else:
         assert isinstance(running.exception(), DeadlineExceeded)
     assert fetch.left == 4000
+
+
+class GivingLane(StuckLane):
+    async def fetch(self, piece: Piece, memory: Memory, *, summed: bool) -> None:
+        await asyncio.sleep(0)
+
+
+class OneGives(Tcp):
+    async def connect(self, source: Source, subject: Subject) -> StuckLane:  # type: ignore[override]
+        if source.node == "dead":
+            raise DaemonUnavailable("dead is dead")
+        return GivingLane()
+
+
+async def test_source_that_fails_keeps_no_other_from_giving_what_it_has(segment: Callable[..., Segment]) -> None:
+    into = [segment(4000), segment(64_000)]
+    wants = {rank: Ranges([(0, one.memory.nbytes)]) for rank, one in enumerate(into)}
+    memories = {rank: one.memory for rank, one in enumerate(into)}
+    fetch = Fetcher(OneGives(), SUBJECT, wants, memories, settings=PeerSettings(retries=0, piece_bytes=1000))
+    sources = [Source(node, "host", 1, b"", b"", {rank: wants[rank]}) for rank, node in enumerate(("dead", "alive"))]
+    with pytest.raises(DaemonUnavailable, match="dead is dead"):
+        await fetch.run(sources, 60.0)
+    assert [fetch.left_of(rank) for rank in (0, 1)] == [4000, 0]
+    assert list(fetch.failed) == ["dead"]
