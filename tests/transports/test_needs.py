@@ -24,18 +24,17 @@ from tests.transports.strategies import Bytes, manifest, meshes, one, ragged, sp
 
 @contextmanager
 def small_cells() -> Iterator[None]:
-    """Cells of a few bytes, so that small tensors are cut as large ones are."""
-    before = cells.BLOCK, cells.PART, needs.ALIGNMENT
+    """Cells of a few bytes, so that small tensors are cut as large ones are; and nothing is joined over padding."""
     caches = cells.grid, needs._blocks, needs._parts
-    cells.BLOCK, cells.PART, needs.ALIGNMENT = 64, 8, 1
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cells, "BLOCK", 64)
+        patch.setattr(cells, "PART", 8)
+        patch.setattr(needs, "ALIGNMENT", 1)
         for cache in caches:
             cache.cache_clear()
         yield
-    finally:
-        cells.BLOCK, cells.PART, needs.ALIGNMENT = before
-        for cache in caches:
-            cache.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
 
 
 def marked(need: Need | None, nbytes: int) -> Bytes:
