@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from awexd.manifests import is_body
 from awexd.memory import Found, Memory
 from awexd.store import Segment, Store, Version, parking
-from awexd.store.model import Job, ParcelState, SegmentState, VersionKey
+from awexd.store.model import Job, ParcelState, Part, SegmentState, VersionKey
 from awexd_transports.layout import digest_of
 from awexd_transports.segment import HEADER_BYTES
 
+NAMED_READERS = 24
+"""Manifests that a header has room for."""
 _log = logging.getLogger(__name__)
 
 
@@ -52,9 +54,17 @@ def adopt(store: Store, memory: Memory, jobs: Iterable[Job], manifests: Mapping[
 
 
 def header_of(
-    job: Job, segment: Segment, key: VersionKey, attempt: int, *, world_size: int, checksums: bool
+    job: Job,
+    segment: Segment,
+    key: VersionKey,
+    attempt: int,
+    *,
+    world_size: int,
+    checksums: bool,
+    part: Part | None = None,
 ) -> dict[str, Any]:
     """What the header of a complete segment says, so that it is found again."""
+    covers = sorted(part.covers) if part is not None and len(part.covers) <= NAMED_READERS else []
     return {
         "job": job.name,
         "owner_uid": job.owner_uid,
@@ -69,6 +79,7 @@ def header_of(
         "mirrored": segment.mirrored,
         "size": HEADER_BYTES + segment.nbytes,
         "state": str(SegmentState.SEALED),
+        "part": [part.digest, part.nbytes, covers] if part is not None else None,
     }
 
 
@@ -84,6 +95,10 @@ def _problem(segments: list[Found], manifests: set[str]) -> str:
     ranks = sorted(found.header["rank"] for found in segments)
     if ranks != list(range(size)):
         return f"of {size} ranks it has {ranks}"
+    parts = [found.header.get("part") for found in segments]
+    part = _part(parts)
+    if part is not None and not part.covers:
+        return f"a part of it, for more readers than {NAMED_READERS}"
     unknown = [found.header["digest"] for found in segments if found.header["digest"] not in manifests]
     return f"manifest {unknown[0][:12]} is lost" if unknown else ""
 
@@ -116,6 +131,15 @@ def _adopt_version(store: Store, name: str, key: tuple[int, int], attempt: int, 
         digests=digests,
         set_digest=digest_of(digests),
         nbytes=sum(segment.nbytes for segment in segments),
+        part=_part([item.header.get("part") for item in found]),
     )
     store.adopt(job, version, segments)
     _log.info("job %s: %s adopted", name, version)
+
+
+def _part(told: Sequence[Any]) -> Part | None:
+    """The largest of those that the segments of a version tell of: it was all here when the first was told."""
+    if None in told:
+        return None
+    digest, nbytes, covers = max(told, key=lambda part: int(part[1]))
+    return Part(digest, frozenset(covers), nbytes)

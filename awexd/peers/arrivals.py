@@ -24,6 +24,7 @@ class Arrivals:
         wanted: with ``cells``, rounded to whole cells, and with their table.
         cells: the rank's checksums; None: there are none, or they are not to be compared.
         rows: what is wanted beside that, each as it is: whole cells.
+        here: what is there already, and right.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Arrivals:
         arrived: Arrived,
         rows: Iterable[Piece] = (),
         rows_arrived: RowsArrived = lambda piece: None,
+        here: Ranges | None = None,
     ) -> None:
         self.rank, self.memory = rank, memory
         self._cells, self._arrived, self._rows_arrived = cells, arrived, rows_arrived
@@ -49,10 +51,11 @@ class Arrivals:
             self.wanted.add(*cells.table)
         if any(end > memory.nbytes for _, end in self.wanted) or any(piece.end > memory.nbytes for piece in self.rows):
             raise InvalidArgument(f"rank {rank}: more is wanted than its memory of {memory.nbytes} bytes holds")
-        self._here, self.right = Ranges(), Ranges()
+        self._here, self.right = Ranges(), here.copy() if here is not None else Ranges()
         self._of: dict[str, Ranges] = {}
         self._turn = asyncio.Lock()
-        self.left = self.wanted.total + sum(piece.nbytes for piece in self.rows)
+        missing = (high - low for start, end in self.wanted for low, high in self.right.missing(start, end))
+        self.left = sum(missing) + sum(piece.nbytes for piece in self.rows)
 
     def pieces(self) -> Iterator[tuple[Piece, bool]]:
         """What is not known to be right, as pieces of any length; and whether the others need it first.

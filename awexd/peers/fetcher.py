@@ -43,6 +43,7 @@ class Fetcher:
             up to whole cells, and their table comes with them. Other ranks' bytes are summed by each source that sends.
         verify: False: neither is done.
         arrived: told of bytes that are there and right.
+        here: by rank, what of it is there already, and right.
         rows: by rank, pieces of several rows that are wanted beside ``wants``; ``rows_arrived`` is told of those.
 
     Attributes:
@@ -61,17 +62,27 @@ class Fetcher:
         cells: Mapping[int, Cells] | None = None,
         verify: bool = True,
         arrived: Arrived = lambda rank, start, end: None,
+        here: Mapping[int, Ranges] | None = None,
         rows: Mapping[int, Collection[Piece]] | None = None,
         rows_arrived: RowsArrived = lambda piece: None,
         settings: PeerSettings | None = None,
     ) -> None:
         wanted_of(wants, memories)
-        rows = rows or {}
+        rows, here = rows or {}, here or {}
         self._transport, self._subject, self._verify = transport, subject, verify
         self._settings = settings or PeerSettings()
         checked = cells if verify and cells else {}
         self._ranks = {
-            rank: Arrivals(rank, wanted, memories[rank], checked.get(rank), arrived, rows.get(rank, ()), rows_arrived)
+            rank: Arrivals(
+                rank,
+                wanted,
+                memories[rank],
+                checked.get(rank),
+                arrived,
+                rows.get(rank, ()),
+                rows_arrived,
+                here.get(rank),
+            )
             for rank, wanted in wants.items()
         }
         self._running = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -61,10 +61,12 @@ class Needs:
     Attributes:
         ranks: those of which something is read.
         digest: the same where, and only where, the bytes are; None: all of them.
+        cells: of each rank, which of its cells are read, by number.
     """
 
     ranks: Mapping[int, Need]
     digest: str | None
+    cells: Mapping[int, Bools] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def nbytes(self) -> int:
@@ -83,14 +85,26 @@ def needs(sources: Sequence[Manifest], readers: Iterable[Manifest], summed: Coll
     read = {rank: _cells_read(manifest, rank, moves) for rank, manifest in enumerate(sources)}
     if all(cells.all() for cells in read.values()):
         return whole(sources)
-    ranks = {rank: _need(sources[rank], cells, summed=rank in summed) for rank, cells in read.items() if cells.any()}
-    return Needs(ranks, _digest(sources, ranks))
+    some = {rank: cells for rank, cells in read.items() if cells.any()}
+    ranks = {rank: _need(sources[rank], cells, summed=rank in summed) for rank, cells in some.items()}
+    return Needs(ranks, _digest(sources, ranks), some)
 
 
 def whole(sources: Sequence[Manifest]) -> Needs:
     """All bytes of them, checksums included."""
     ranks = {rank: Need(Ranges([(0, segment_nbytes(manifest))]), ()) for rank, manifest in enumerate(sources)}
-    return Needs(ranks, None)
+    cells = {rank: np.ones(int(_Cut.of(manifest).first[-1]), bool) for rank, manifest in enumerate(sources)}
+    return Needs(ranks, None, cells)
+
+
+def beyond(sources: Sequence[Manifest], more: Needs, here: Needs, summed: Collection[int]) -> dict[int, Need]:
+    """What ``more`` has of the same segments that ``here`` has not; where there are checksums, no byte that is here."""
+    found = {}
+    for rank, cells in more.cells.items():
+        left = cells & ~here.cells.get(rank, np.zeros_like(cells))
+        if left.any():
+            found[rank] = _need(sources[rank], left, summed=rank in summed)
+    return found
 
 
 def _moves(sources: Sequence[Manifest], readers: Sequence[Manifest]) -> Iterator[Moves]:
