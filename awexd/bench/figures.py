@@ -117,6 +117,11 @@ def write(path: Path, figures: Iterable[Figure], command: str, *, keep: Iterable
     )
 
 
+def named(path: Path) -> list[str]:
+    """The figures that are in a file, in order: what a benchmark that shares it with others is to ``keep``."""
+    return [figure["name"] for figure in orjson.loads(path.read_bytes())] if path.exists() else []
+
+
 def short(value: float) -> str:
     """Four significant digits, for a person."""
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
