@@ -102,10 +102,10 @@ class Nodes:
         together([partial(writer.register, held) for writer, held in zip(self._writers, self._held, strict=True)])
         self.workers: list[tuple[WorkerWeightsReader, list[Shard]]] = []
 
-    def add(self, node: int, engine: str, rank: int, size: int) -> list[Shard]:
-        """A worker of that rank on that node (counted from 1)."""
+    def add(self, node: int, place: int, places: int, rank: int, size: int) -> list[Shard]:
+        """A worker on that node (counted from 1), one of so many there: what it reads is that of a rank of ``size``."""
         held = shards(rank, size)
-        reader = WorkerWeightsReader(self.job, engine, rank, size, self.sockets[node])
+        reader = WorkerWeightsReader(self.job, f"e{node}", place, places, self.sockets[node])
         self._stack.enter_context(contextlib.closing(reader))
         reader.register(held)
         self.workers.append((reader, held))
@@ -174,7 +174,8 @@ def _network(rounds: int) -> Figure:
         with cluster(count) as nodes:
             union = 0
             for node in range(1, count + 1):
-                mine = [nodes.add(node, "e", rank, size) for rank in _on(node, size, count)]
+                ranks = range(size * (node - 1) // count, size * node // count)
+                mine = [nodes.add(node, at, len(ranks), rank, size) for at, rank in enumerate(ranks)]
                 union += sum(map(nbytes, mine)) - (len(mine) - 1) * 2 * HIDDEN * LAYERS  # norms: each worker has them
             nodes.step(1)
             before = sum(nodes.sent())
@@ -197,14 +198,10 @@ def _network(rounds: int) -> Figure:
     )
 
 
-def _on(node: int, size: int, count: int) -> range:
-    return range(size * (node - 1) // count, size * node // count)
-
-
 def _egress(count: int, rounds: int) -> Figure:
     with cluster(count) as nodes:
         for node in range(1, count + 1):
-            nodes.add(node, f"e{node}", 0, 1)
+            nodes.add(node, 0, 1, 0, 1)
         nodes.step(1)
         sent = []
         for step in range(2, rounds + 2):

@@ -35,7 +35,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from awexd.bench.figures import Bar, Figure, quantile, quartiles, table, write
+from awexd.bench.figures import Bar, Figure, named, quantile, quartiles, table, write
 from awexd.bench.link import Side
 from benchmarks.peers.environments import environment, python
 
@@ -64,7 +64,7 @@ def main() -> None:
     print("\n".join(table(figures)))
     if arguments.write:
         command = f"python benchmarks/nodes.py --rounds {arguments.rounds} --changes {arguments.changes}"
-        write(RESULTS, figures, command)
+        write(RESULTS, figures, command, keep=named(RESULTS))
 
 
 @contextlib.contextmanager
