@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from awexd.manifests import is_body
@@ -23,6 +23,7 @@ def adopt(store: Store, memory: Memory, jobs: Iterable[Job], manifests: Mapping[
     """Fills ``store`` with recorded jobs and with each version whose every rank had sealed the same attempt."""
     for job in jobs:
         job.idle_since = now
+        job.alone = job.epoch > 0 and job.mirror is None
         store.jobs[job.name] = job
     groups: defaultdict[tuple[str, int, int, int], list[Found]] = defaultdict(list)
     for found in memory.adopt():
@@ -33,14 +34,22 @@ def adopt(store: Store, memory: Memory, jobs: Iterable[Job], manifests: Mapping[
         groups[header["job"], header["epoch"], header["step"], header["attempt"]].append(found)
     good = {digest for digest, body in manifests.items() if is_body(body, digest)}
     for (name, epoch, step, attempt), segments in sorted(groups.items()):
-        withdrawn = name in store.jobs and attempt in store.jobs[name].withdrawn
-        problem = "withdrawn" if withdrawn else _problem(segments, good)
+        known = store.jobs.get(name)
+        own = [found for found in segments if not found.header.get("mirrored")]
+        # Of a trainer on several nodes, or of one that may be: whether it was committed, the MetaServer knows.
+        part = known is not None and known.mirror is not None and bool(own) and not _brought(segments)
+        if part:
+            for found in [found for found in segments if found not in own]:
+                memory.unlink(found.id)
+            segments = own
+        withdrawn = known is not None and attempt in known.withdrawn
+        problem = "withdrawn" if withdrawn else _problem(segments, good, part)
         if problem:
             _log.info("job %s: epoch %d step %d is not whole (%s); unlinked", name, epoch, step, problem)
             for found in segments:
                 memory.unlink(found.id)
             continue
-        _adopt_version(store, name, (epoch, step), attempt, segments, now)
+        _adopt_version(store, name, (epoch, step), attempt, segments, now, part)
     for job in store.jobs.values():
         job.pins = {key: ranks for key, ranks in job.pins.items() if key in job.versions}
     for segment in store.to_unlink:
@@ -90,20 +99,28 @@ def _adopt_parcel(store: Store, found: Found, now: float) -> None:
     _log.info("job %s: what rank %d parked as %s adopted", job.name, header["rank"], header["name"])
 
 
-def _problem(segments: list[Found], manifests: set[str]) -> str:
+def _brought(segments: list[Found]) -> bool:
+    """Whether all of a version is here, some of it from other nodes, which give only what is committed."""
+    ranks = sorted(found.header["rank"] for found in segments)
+    mirrored = any(found.header.get("mirrored") for found in segments)
+    return mirrored and ranks == list(range(segments[0].header["world_size"]))
+
+
+def _problem(segments: list[Found], manifests: set[str], part: bool) -> str:
     size = segments[0].header["world_size"]
     ranks = sorted(found.header["rank"] for found in segments)
-    if ranks != list(range(size)):
+    if ranks != list(range(size)) and not part:
         return f"of {size} ranks it has {ranks}"
-    parts = [found.header.get("part") for found in segments]
-    part = _part(parts)
-    if part is not None and not part.covers:
+    found = _part(segments)
+    if found is not None and not found.covers:
         return f"a part of it, for more readers than {NAMED_READERS}"
     unknown = [found.header["digest"] for found in segments if found.header["digest"] not in manifests]
     return f"manifest {unknown[0][:12]} is lost" if unknown else ""
 
 
-def _adopt_version(store: Store, name: str, key: tuple[int, int], attempt: int, found: list[Found], now: float) -> None:
+def _adopt_version(
+    store: Store, name: str, key: tuple[int, int], attempt: int, found: list[Found], now: float, part: bool
+) -> None:
     found.sort(key=lambda item: int(item.header["rank"]))
     header = found[0].header
     job = store.job_for(name, header["owner_uid"], now)
@@ -131,15 +148,20 @@ def _adopt_version(store: Store, name: str, key: tuple[int, int], attempt: int, 
         digests=digests,
         set_digest=digest_of(digests),
         nbytes=sum(segment.nbytes for segment in segments),
-        part=_part([item.header.get("part") for item in found]),
+        partial=part,
+        unsure=part,
+        part=_part(found),
     )
     store.adopt(job, version, segments)
+    if part:
+        store.spread(job)
     _log.info("job %s: %s adopted", name, version)
 
 
-def _part(told: Sequence[Any]) -> Part | None:
-    """The largest of those that the segments of a version tell of: it was all here when the first was told."""
-    if None in told:
+def _part(segments: Iterable[Found]) -> Part | None:
+    """The largest of those that a version's fetched segments tell of: it was all here when the first was told."""
+    told: list[Any] = [found.header.get("part") for found in segments if found.header.get("mirrored")]
+    if None in told or not told:
         return None
     digest, nbytes, covers = max(told, key=lambda part: int(part[1]))
     return Part(digest, frozenset(covers), nbytes)

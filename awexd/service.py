@@ -12,7 +12,7 @@ import os
 import struct
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple, Protocol, Union
 
 from awexd.access import Peer
 from awexd.allocator import Allocator
@@ -66,6 +66,16 @@ Outcome = Union[Reply, Wait, Coroutine[Any, Any, "Outcome"]]  # noqa: UP007 - it
 Operation = Callable[[Call], Outcome]
 
 
+class Across(Protocol):
+    """What the ranks of a joined job need of the MetaServer."""
+
+    async def begin(self, step: int, rank: int, deadline: float) -> int:
+        """Its attempt at that step."""
+
+    async def abort(self, epoch: int, step: int, number: int, reason: str, deadline: float) -> None:
+        """Discards that attempt, in which a rank of this node has sealed."""
+
+
 class Service:
     """All operations of the socket, over one store."""
 
@@ -85,6 +95,8 @@ class Service:
         """Called with the names of jobs that have changed; they must not take long."""
         self.unlinked: list[Callable[[str], None]] = []
         """Called with the id of a segment of shared memory that goes."""
+        self.across: Callable[[Job], Across] | None = None
+        """The MetaServer, for the ranks of a joined job."""
         self.lent: dict[str, int] = {}
         """What describes borrowed segments: a memfd each."""
         self.taken_back: Callable[[str], None] | None = None
@@ -188,7 +200,7 @@ class Service:
 
     def watch_idle(self) -> None:
         """Sets the timer for jobs that have become idle."""
-        idle = [job.idle_since for job in self.store.jobs.values() if job.idle_since is not None]
+        idle = [since for job in self.store.jobs.values() if (since := job.unused_since) is not None]
         self.background.by("idle jobs", min(idle) + self.settings.job_ttl if idle else None, self._drop_idle_jobs)
 
     def _drop_idle_jobs(self) -> None:

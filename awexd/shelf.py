@@ -98,6 +98,7 @@ def digests_of(job: Job) -> Iterator[str]:
     """Every manifest that a job's writers, slots, attempts, versions and engines name."""
     for writer in (*job.writers.values(), *(job.pending.writers.values() if job.pending else ())):
         yield from (writer.digest, writer.segment_digest)
+    yield from job.joined.ranks.values() if job.joined is not None else ()
     for segment in job.segments.values():
         yield segment.digest
     for attempt in job.attempts.values():

@@ -391,8 +391,20 @@ def _report_of(body: Body) -> Report:
         raise InvalidArgument("body: a version twice")
     engines = msgspec.to_builtins(body["engines"])
     used = frozenset([worker["digest"] for engine in engines for worker in engine["workers"]])
-    more = frozenset(body["withdrawn"]), frozenset((epoch, step) for epoch, step in body["fetching"])
-    return Report(local, body["epoch"], size, body["keep"], ranks, held, tuple(engines), used, *more)
+    return Report(
+        local,
+        body["epoch"],
+        size,
+        body["keep"],
+        ranks,
+        held,
+        tuple(engines),
+        used,
+        withdrawn=frozenset(body["withdrawn"]),
+        joined=body["joined"],
+        waiting=frozenset(body["waiting"]),
+        fetching=frozenset((epoch, step) for epoch, step in body["fetching"]),
+    )
 
 
 def _held(one: Body) -> Held:

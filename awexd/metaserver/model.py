@@ -131,7 +131,9 @@ class Report(NamedTuple):
         ranks: the manifests of its writers, where ``local``.
         engines: as they are shown.
         used: manifests that its engines' workers have registered.
-        withdrawn: attempts whose versions were rolled back or dropped, where ``local``.
+        withdrawn: attempts whose versions were rolled back or dropped, where ``local`` or ``joined``.
+        joined: writers of the job are on several nodes, of which this is one.
+        waiting: ranks on this node whose fellows are not all there.
         fetching: versions that the node brings to itself.
     """
 
@@ -144,6 +146,8 @@ class Report(NamedTuple):
     engines: tuple[Mapping[str, Any], ...]
     used: frozenset[str]
     withdrawn: frozenset[int] = frozenset()
+    joined: bool = False
+    waiting: frozenset[int] = frozenset()
     fetching: frozenset[VersionKey] = frozenset()
 
 
@@ -188,6 +192,14 @@ class Job:
     @property
     def absent(self) -> list[int]:
         return [rank for rank in range(self.world_size) if rank not in self.members]
+
+    @property
+    def local(self) -> str | None:
+        """The node that has all writers, and decides by itself."""
+        for node, report in self.reports.items():
+            if report.local and report.epoch == self.epoch:
+                return node
+        return None
 
     def attempt_of(self, key: VersionKey) -> int | None:
         """Of a commit that is remembered."""

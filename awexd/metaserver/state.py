@@ -157,12 +157,14 @@ class State:
             VersionConflict: another node has these ranks.
         """
         node = self.node(name, run)
-        if job_name not in self.jobs and not (report.ranks or report.versions or report.engines):
+        if job_name not in self.jobs and not (report.ranks or report.versions or report.engines or report.waiting):
             return []
         job = self._job(job_name, node)
         before = job.reports.get(name)
         if report.local and report.epoch:
             self._adopt(job, name, report)
+        elif report.joined:
+            self._withdraw(job, name, report)
         refused = self._take_versions(job, name, report)
         # Both may have changed above though the report is as it was.
         if before != report or job.name in self.records:
@@ -185,12 +187,16 @@ class State:
             job.world_size, job.keep = report.world_size, report.keep
             self._record(job)
         job.members = {rank: Member(node, "", digest) for rank, digest in report.ranks.items()}
+        self._withdraw(job, node, report)
+        for held in sorted(report.versions):
+            self._adopt_version(job, node, held)
+
+    def _withdraw(self, job: Job, node: str, report: Report) -> None:
+        """What a node of the trainer has rolled back or dropped."""
         gone = writing.withdraw(job, report.withdrawn, f"withdrawn on node {node}")
         if gone:
             self._record(job)
             self.note("withdrawn", job.name, node, f"{describe_keys(sorted(gone))[6:]} withdrawn on {node}")
-        for held in sorted(report.versions):
-            self._adopt_version(job, node, held)
 
     def _adopt_version(self, job: Job, node: str, held: Held) -> None:
         epoch, step = held.key
@@ -239,7 +245,7 @@ class State:
         return refused
 
     def forget(self, name: str, run: str, job_name: str) -> None:
-        """That node has nothing of that job any more. If it was the one that decided, the job is over on all."""
+        """That node has nothing of that job any more. If it was one of its trainer's, the job is over on all."""
         node = self.node(name, run)
         node.jobs.discard(job_name)
         job = self.jobs.get(job_name)
@@ -249,7 +255,7 @@ class State:
         writing.lose(job, name, f"node {name} closed the job")
         self._drop_report(job, name)
         decided = told is not None and told.local and not any(report.local for report in job.reports.values())
-        if decided and not job.members:
+        if (decided and not job.members) or (told is not None and told.joined):
             self.close_job(job_name, f"closed on node {name}")
 
     def close_job(self, job_name: str, why: str = "closed by an administrator") -> None:
@@ -290,6 +296,11 @@ class State:
         node = self.node(name, run)
         job = self._job(job_name, node)
         before = job.epoch, job.keep
+        if job.local not in (None, name) and epoch != "new" and job.members:
+            raise VersionConflict(
+                f"{job_name}: its trainer is on node {job.local}, with all its ranks; they move to several nodes with "
+                'a new epoch: all ranks pass epoch="new"'
+            )
         members = {rank: Member(name, *who) for rank, who in ranks.items()}
         writing.join(job, members, world_size, keep, epoch, after)
         if (job.epoch, job.keep) != before:

@@ -39,6 +39,8 @@ def view(job: Job) -> dict[str, Any]:
     return {
         "brief": brief(job),
         "keep": job.keep,
+        "local": job.local,
+        "waiting": [{"node": node, "ranks": sorted(ranks)} for node, ranks in sorted(_waiting(job).items())],
         "ranks": [{"rank": rank, "node": m.node, "digest": m.digest} for rank, m in sorted(job.members.items())],
         "pieces": [
             {
@@ -59,6 +61,14 @@ def view(job: Job) -> dict[str, Any]:
             {"node": node, **engine} for node, report in sorted(job.reports.items()) for engine in report.engines
         ],
     }
+
+
+def _waiting(job: Job) -> dict[str, set[int]]:
+    """Ranks by node whose fellows have still to come, wherever that may be."""
+    found = {node: set(report.waiting) for node, report in job.reports.items() if report.waiting}
+    for rank, member in job.pending.members.items() if job.pending else ():
+        found.setdefault(member.node, set()).add(rank)
+    return found
 
 
 def node(found: Node, ttl: float, now: float) -> dict[str, Any]:

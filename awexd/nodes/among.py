@@ -30,6 +30,7 @@ class Cluster:
         address = settings.advertise
         self._announcer = Announcer(service, settings)
         self._mapped = Mapped(service)
+        service.store.clustered = True
         self._ending: list[asyncio.Task[None]] = []
         self._server, self._serving = None, None
         if settings.listen is not None:

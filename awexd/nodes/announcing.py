@@ -45,6 +45,7 @@ class Announcer:
 
     Attributes:
         node: its name. ``run``: of this process.
+        generation: counts how often the MetaServer has been told of this daemon from the beginning.
         address: where other nodes reach this one; None: it serves none.
         admission: whom it lets in that fetches from it; its key is the MetaServer's present process's.
         refused: called with a job and the versions of it that were not committed as this node has them.
@@ -58,6 +59,7 @@ class Announcer:
             raise ValueError("no MetaServer")
         self.node = settings.node or host_name()
         self.run = secrets.token_hex(8)
+        self.generation = 0
         self.admission = Admission(self.node, secrets.token_bytes(KEY_BYTES), self._now_ms)
         self.refused: Callable[[str, list[VersionKey]], None] = lambda job, keys: None
         self._url = settings.metaserver
@@ -142,6 +144,7 @@ class Announcer:
         self._bodies.clear()
         self._refused.clear()
         self._told.clear()
+        self.generation += 1
         self.changed(self._service.store.jobs)
         if self._problem is not None:
             self._problem = None
@@ -227,15 +230,17 @@ class Announcer:
 
 
 def report_of(job: Job) -> dict[str, Any]:
-    """What the MetaServer is told of a job; as ``ReportBody`` of its document. Its writers are all on one node."""
-    versions = [version for version in job.held() if not version.borrowed]
+    """What the MetaServer is told of a job; as ``ReportBody`` of its document. Ranks of a joined one are told apart."""
+    versions = [version for version in job.kept() if not version.borrowed]
     segments = [[job.segments[segment_id] for segment_id in version.segments] for version in versions]
     return {
         "local": job.epoch > 0 and job.mirror is None,
+        "joined": job.joined is not None,
         "epoch": job.epoch,
         "world_size": job.world_size,
         "keep": job.keep,
-        "ranks": [[rank, writer.digest] for rank, writer in sorted(job.writers.items())],
+        "ranks": [[rank, writer.digest] for rank, writer in sorted(job.writers.items())] if job.joined is None else [],
+        "waiting": sorted(job.pending.writers) if job.pending is not None and job.joined is None else [],
         "versions": [
             {
                 "epoch": version.key[0],
@@ -275,7 +280,7 @@ def _engine(engine: Engine) -> dict[str, Any]:
 
 def _digests(job: Job) -> Iterable[str]:
     yield from (writer.digest for writer in job.writers.values())
-    for version in job.held():
+    for version in job.kept():
         yield from () if version.borrowed else version.digests
     for engine in job.engines.values():
         yield from (worker.digest for worker in engine.workers.values())

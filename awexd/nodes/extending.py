@@ -46,19 +46,20 @@ class Extending(Bringing):
             here = means.planner.by_digest(self._before.digest)
             missing = await means.planner.beyond(self._published, needs, here)
             segments = [self._job.segments[segment_id] for segment_id in version.segments]
-            for segment in segments:
+            for segment in [segment for segment in segments if segment.mirrored]:  # of its own ranks it has all
                 memories[segment.rank] = means.mapped.use(segment)
                 self._segments[segment.rank] = segment
             tables = self._tables(here) if here is not None else {}
-            await self._all(missing, memories, tables, None)
+            await self._all({rank: need for rank, need in missing.items() if rank in memories}, memories, tables, None)
             self._check_wanted(whole=True)
             self._fetched(f"{version} extended")
             self._wanted += self._before.nbytes
             whole = self._part(needs)
-            self._seal(segments, whole)
+            self._seal(self._segments.values(), len(segments), whole)
             if means.serving is not None:
                 rows = [row for rank, need in needs.ranks.items() for row in rows_of(rank, need)]
-                means.serving.extend(self._job, version, self._ranges(needs), rows)
+                own = {one.rank: Ranges([(0, one.nbytes)]) for one in segments if not one.mirrored}
+                means.serving.extend(self._job, version, self._ranges(needs) | own, rows)
         finally:
             for rank in memories:
                 means.mapped.drop(self._segments[rank].id)

@@ -16,13 +16,14 @@ from typing import Any
 from awexd import access
 from awexd.nodes.announcing import Announcer
 from awexd.nodes.extending import Extending
+from awexd.nodes.joining import Joining
 from awexd.nodes.mapped import Mapped
 from awexd.nodes.metaclient import MetaClient
 from awexd.nodes.mirroring import PEERS, Bringing, Means
 from awexd.nodes.needs import Planner, Readers
 from awexd.nodes.serving import Serving
 from awexd.peers.tcp import Tcp
-from awexd.service import Service
+from awexd.service import Across, Service
 from awexd.store.mirroring import NOTHING
 from awexd.store.model import Job, Listing, Mirror, VersionKey, describe_ranks
 from awexd_transports.errors import (
@@ -33,6 +34,7 @@ from awexd_transports.errors import (
     InvalidArgument,
     ProtocolError,
     VersionConflict,
+    VersionUnavailable,
 )
 
 WAIT_MS = 30_000
@@ -58,6 +60,7 @@ class Following:
         self._wake = asyncio.Event()
         service.followers.append(self._changed)
         announcer.refused = self._refused
+        service.across = self._across
 
     def status(self, job: Job) -> dict[str, Any] | None:
         """Of a job that is decided elsewhere, for people."""
@@ -67,9 +70,10 @@ class Following:
         bringing = follow.bringing if follow is not None else None
         return {
             "trainer_on": list(job.mirror.nodes),
+            "joined": job.joined is not None,
             "route": Tcp.name,
             "waits_for": job.mirror.doing() if follow is not None else "an engine here",
-            "problem": follow.problem if follow is not None else None,
+            "problem": (follow.problem or (job.joined.problem if job.joined else None) or None) if follow else None,
             "fetching": bringing.status() if bringing is not None else None,
             "parts": [
                 {"version": list(version.key), "bytes": version.part.nbytes, "version_bytes": version.nbytes}
@@ -102,6 +106,13 @@ class Following:
                     elif job is not None and concerns(job):
                         self._start(group, Follow(means, watcher, job))
 
+    def _across(self, job: Job) -> Across:
+        """The MetaServer, for the ranks of a joined job."""
+        follow = self._follows.get(job.name)
+        if follow is None or follow.job is not job:
+            raise DaemonUnavailable(f"{job.name}: the MetaServer is just being asked for this job; try again")
+        return follow.joining
+
     def _start(self, group: asyncio.TaskGroup, follow: Follow) -> None:
         name = follow.job.name
         self._follows[name] = follow
@@ -128,7 +139,8 @@ class Following:
 def concerns(job: Job) -> bool:
     """Whether what is known of it elsewhere matters here."""
     lent = any(writer.lends or writer.mode == "direct" for writer in job.writers.values())
-    return bool(job.engines) or lent or (job.mirror is not None and bool(job.versions))
+    across = job.joined is not None or job.pending is not None
+    return bool(job.engines) or lent or across or (job.mirror is not None and bool(job.versions))
 
 
 class Follow:
@@ -136,6 +148,7 @@ class Follow:
 
     Attributes:
         bringing: the version on its way here.
+        joining: tells of this node's ranks, where others are on other nodes.
         problem: why the MetaServer does not tell; None while it does.
     """
 
@@ -153,8 +166,9 @@ class Follow:
         self._fetch: asyncio.Task[None] | None = None
         self._leaving: asyncio.TimerHandle | None = None
         self._rested = self._pause = False
-        self._seen: dict[str, Any] | None = None
         self._readers = Readers(job)
+        self._seen: tuple[str, dict[str, Any]] | None = None
+        self.joining = Joining(means.service, means.announcer, means.client, job)
 
     def look(self) -> None:
         """The job has changed here."""
@@ -162,6 +176,7 @@ class Follow:
         if self._fetch is not None and self.bringing is not None and not self.bringing.good:
             self._fetch.cancel()
         self._wake.set()
+        self.joining.look()
         if self.job.engines:
             self._rested = False
             if self._leaving is not None:
@@ -197,6 +212,7 @@ class Follow:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._watch())
+                group.create_task(self.joining.run())
                 group.create_task(self._bring(group))
                 self.look()
         except Exception:  # noqa: BLE001 - a fault of ours ends no daemon
@@ -221,8 +237,8 @@ class Follow:
             text = f"the MetaServer at {self._watcher.url} has not told of it yet"
         elif not mirror.nodes:
             text = "no trainer of it is registered on any node; another user's job is OWNER/NAME"
-        elif absent := self._seen["absent"]:
-            size = self._seen["world_size"]
+        elif absent := self._seen[1]["absent"]:
+            size = self._seen[1]["world_size"]
             text = f"{describe_ranks(absent)} of {size} on node {', '.join(mirror.nodes)} to register"
         else:
             text = f"node {', '.join(mirror.nodes)}, where its trainer is, to commit"
@@ -236,9 +252,10 @@ class Follow:
         while True:
             try:
                 await self._means.announcer.reported(self.job.name)  # so that it knows the job
+                attempts = self.joining.open_attempts()
                 view = await self._means.client.call("GET", self._url)
                 try:
-                    self._take(view)
+                    self._take(view, attempts)
                     after = view["brief"]["seq"]
                 except (KeyError, TypeError, ValueError, IndexError) as error:
                     raise DaemonUnavailable("the MetaServer answers otherwise than this version expects") from error
@@ -250,9 +267,19 @@ class Follow:
                     self._close("closed on the node of its trainer")
                 continue
             except AwexdError as error:
+                gone = isinstance(error, VersionUnavailable) and not error.details.get("announce")
+                if gone and self._known():
+                    self._close("closed on the node of its trainer")
+                    return
                 self._away(error)
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, BACKOFF_SECONDS[1])
+
+    def _known(self) -> bool:
+        """Whether the MetaServer's present process had told of the trainer's epoch: it forgets a job when that ends."""
+        if self.job.mirror is None or self._seen is None:
+            return False
+        return self._seen[0] == self._means.client.run and self._seen[1]["epoch"] > 0
 
     def _away(self, error: AwexdError) -> None:
         if self.problem is None:
@@ -262,13 +289,14 @@ class Follow:
         self.problem = str(error)
 
     def _close(self, why: str) -> None:
-        self._service.close_job(self.job, why)
-        self._service.settle()
+        if self._store.jobs.get(self.job.name) is self.job:
+            self._service.close_job(self.job, why)
+            self._service.settle()
 
     def refused(self, keys: list[VersionKey]) -> None:
         """Versions here that are not committed; of an old one that may only mean that it is forgotten."""
         mirror = self.job.mirror
-        if mirror is None or self._seen is None or self._seen["epoch"] != self.job.epoch:
+        if mirror is None or self._seen is None or self._seen[1]["epoch"] != self.job.epoch:
             return
         oldest = min((key for key in mirror.listed if key[0] == self.job.epoch), default=None)
         gone = {
@@ -278,8 +306,8 @@ class Follow:
         }
         self._withdraw(gone)
 
-    def _take(self, view: dict[str, Any]) -> None:
-        """What the MetaServer says of the job now."""
+    def _take(self, view: dict[str, Any], attempts: frozenset[int]) -> None:
+        """What the MetaServer says of the job now; ``attempts`` were open here when it was asked."""
         job, here, brief = self.job, self._means.announcer.node, view["brief"]
         if self._store.jobs.get(job.name) is not job:
             return
@@ -289,15 +317,20 @@ class Follow:
         if abroad != job.abroad:
             job.abroad = abroad
             self._store.touched.add(job.name)
+        if self._known() and self._seen is not None and epoch < self._seen[1]["epoch"]:
+            self._close("closed on the node of its trainer")
+            return
         self._withdraw({int(number) for number in view["aborted"]})
-        if job.writers or job.pending:
+        current = self.joining.take(view, attempts)
+        if not current or (job.joined is None and (job.writers or job.pending)):
+            self._service.settle()
             return
         if job.mirror is None and job.epoch and not nodes and epoch <= job.epoch:
             return  # its trainer was here last, and has not appeared elsewhere
         if job.mirror is not None and 0 < epoch < job.epoch:
             self._close(f"it has begun anew elsewhere, with epoch {epoch}")
             return
-        self._seen = brief
+        self._seen = self._means.client.run, brief
         self._adopt(self._store.follow(job))
         opened = self._store.mirror(
             job,
@@ -306,12 +339,14 @@ class Follow:
             keep=int(view["keep"]),
             high=-1 if high is None else int(high),
             nodes=nodes,
+            local=view["local"],
             listed={(row["epoch"], row["step"]): _listing(row, here) for row in view["pieces"]},
         )
         if opened:
             self._service.note("epoch", job.name, f"epoch {epoch} opened on node {', '.join(nodes) or 'elsewhere'}")
             self._service.records.save_soon(job)
         self._service.settle()
+        self._service.watch_idle()
         self.look()
 
     def _withdraw(self, attempts: set[int]) -> None:
@@ -392,7 +427,9 @@ class Follow:
 
         def missing(key: VersionKey) -> bool:
             listing = mirror.listed[key]
-            return bool(listing.pieces) and key not in job.versions and listing.attempt not in job.withdrawn
+            here = job.versions.get(key)
+            wanted = here is None or (here.partial and not here.leaving and not here.unsure)
+            return bool(listing.pieces) and wanted and listing.attempt not in job.withdrawn
 
         for step in mirror.asked:
             if (job.epoch, step) in mirror.listed and missing((job.epoch, step)):

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -105,6 +105,11 @@ class Bringing:
         self._segments: dict[int, Segment] = {}
         self._needs: Needs | None = None
         self._wanted = listing.nbytes
+        own = job.versions.get(key)
+        self._own = own if own is not None and own.partial else None
+        """Where ranks of this node are among the writers: what is here of it already."""
+        held = [job.segments[segment_id] for segment_id in self._own.segments] if self._own else []
+        self._here = {segment.rank: segment for segment in held}
         self._fetcher: Fetcher | None = None
         self._began = time.monotonic()
         self._told: set[str] = set()
@@ -159,7 +164,7 @@ class Bringing:
         memories: dict[int, Memory] = {}
         try:
             self.phase = "shared memory on this node"
-            for rank in sorted(self._listed.pieces):
+            for rank in sorted(self._listed.pieces.keys() - self._here.keys()):
                 self._segments[rank] = segment = await self._slot(rank)
                 memories[rank] = self._means.mapped.use(segment)
             await self._fetch(needs, memories)
@@ -225,7 +230,10 @@ class Bringing:
         """It still is what readers here may have."""
         job = self._job
         known = self._store.jobs.get(job.name) is job and job.mirror is self._mirror
-        return known and self._listed.attempt not in job.withdrawn and self._key not in job.versions
+        if not known or self._listed.attempt in job.withdrawn:
+            return False
+        here = job.versions.get(self._key)
+        return here is self._own and (here is None or (here.partial and not here.leaving))
 
     def _check_wanted(self, *, whole: bool = False) -> None:
         """Raises VersionConflict where it is not to be had any more, or is good for nobody."""
@@ -240,7 +248,8 @@ class Bringing:
             offer = means.serving.begin(self._job, self._subject, ranks)
         version: Version | None = None
         try:
-            await self._all(needs.ranks, memories, {}, offer)
+            wanted = {rank: need for rank, need in needs.ranks.items() if rank in self._segments}
+            await self._all(wanted, memories, {}, offer)
             self._check_wanted(whole=True)
             version = self._commit(self._part(needs))
             if offer is not None and means.serving is not None:
@@ -252,7 +261,8 @@ class Bringing:
 
     def _part(self, needs: Needs) -> Part | None:
         """What will be here."""
-        return None if needs.digest is None else Part(needs.digest, self._readers, self._wanted)
+        own = sum(segment.nbytes for segment in self._here.values())
+        return None if needs.digest is None else Part(needs.digest, self._readers, self._wanted + own)
 
     async def _all(
         self,
@@ -282,7 +292,8 @@ class Bringing:
         )
         self._wanted = fetcher.left
         if offer is not None:
-            ranges = {rank: fetcher.wanted(rank) for rank in wanted}
+            ranges = {rank: Ranges([(0, segment.nbytes)]) for rank, segment in self._here.items()}
+            ranges |= {rank: fetcher.wanted(rank) for rank in wanted}
             offer.promise(ranges, [piece for some in rows.values() for piece in some])
         avoid: set[str] = set()
         pause, before = BACKOFF_SECONDS[0], fetcher.left
@@ -365,18 +376,18 @@ class Bringing:
     def _commit(self, part: Part | None) -> Version:
         """Headers, then the store: one that dies in between adopts it if all were sealed, and nothing of it if not."""
         job, listed = self._job, self._listed
-        segments = [self._segments[rank] for rank in range(len(self._segments))]
-        self._seal(segments, part)
+        every = self._segments | self._here
+        segments = [every[rank] for rank in range(len(every))]
+        self._seal(self._segments.values(), len(every), part)
         version = self._store.commit_mirrored(job, self._key, listed.attempt, segments, part)
         self._means.service.records.save_soon(job)
         self._fetched(f"{version} fetched")
         return version
 
-    def _seal(self, segments: Sequence[Segment], part: Part | None) -> None:
+    def _seal(self, segments: Iterable[Segment], size: int, part: Part | None) -> None:
         where = self._key, self._listed.attempt
         for one in segments:
-            size, summed = len(segments), one.checksums
-            header = header_of(self._job, one, *where, world_size=size, checksums=summed, part=part)
+            header = header_of(self._job, one, *where, world_size=size, checksums=one.checksums, part=part)
             self._means.service.memory.seal(one.id, header)
 
     def _fetched(self, what: str) -> None:

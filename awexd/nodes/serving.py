@@ -56,7 +56,7 @@ class Serving:
         """These jobs may hold something else now."""
         for name in list(jobs):
             job = self._store.jobs.get(name)
-            held = [one for one in job.held() if not one.borrowed] if job else []
+            held = [one for one in job.kept() if not one.borrowed] if job else []
             wanted = {_subject(name, version): version for version in held}
             served = self._served.get(name, {})
             self._failed -= {subject for subject in self._failed if subject.job == name and subject not in wanted}
@@ -70,9 +70,16 @@ class Serving:
                         self._offer(job, subject, version)
 
     def begin(self, job: Job, subject: Subject, segments: Mapping[int, Segment]) -> Offered:
-        """Offers a version that is still being fetched, as far as it has come; ``keep`` it or ``give_up``."""
+        """Offers a version that is still being fetched, as far as it has come; ``keep`` it or ``give_up``.
+
+        Of one that is served in part already, these are the other ranks' segments.
+        """
         memories = {rank: self._mapped.use(segment) for rank, segment in segments.items()}
+        served = self._served.get(job.name, {}).get(subject)
         try:
+            if served is not None and not served.ending:
+                served.offer.include(memories)
+                return served.offer
             return self._server.offer(subject, memories, {})
         except BaseException:
             for segment in segments.values():
@@ -97,12 +104,20 @@ class Serving:
         served.offer.promise(ranges, rows)
 
     async def give_up(self, offer: Offered, segments: Mapping[int, Segment]) -> None:
-        """It will not be whole."""
+        """It will not be whole. What of it is this node's own is offered again."""
+        name = offer.subject.job
+        served = self._served.get(name, {}).get(offer.subject)
+        own = served if served is not None and served.offer is offer and not served.ending else None
+        if own is not None:
+            own.ending = True
         try:
             await offer.withdraw()
         finally:
             for segment in segments.values():
                 self._mapped.drop(segment.id)
+            if own is not None:
+                self._ended(name, offer.subject, own)
+                self.changed([name])
 
     def _offer(self, job: Job, subject: Subject, version: Version) -> None:
         segments = [job.segments[segment_id] for segment_id in version.segments]

@@ -52,7 +52,7 @@ class Control:
         if step is None and job.idle_since is not None:
             job.pins.clear()  # nobody is left to whom those were the only copy
         reply = await self._withdraw(job, self._store.drop(job, step), call.peer.uid)
-        deserted = job.idle_since is not None and self._store.jobs.get(job.name) is job
+        deserted = job.unused_since is not None and self._store.jobs.get(job.name) is job
         if step is None and deserted:
             self._service.close_job(job, "nothing is left of it")
         return reply

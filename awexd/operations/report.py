@@ -77,7 +77,7 @@ class Report:
                 "job": job.name,
                 "epoch": version.key[0],
                 "step": version.key[1],
-                "kind": "borrowed" if version.borrowed else "held",
+                "kind": "borrowed" if version.borrowed else "partial" if version.partial else "held",
                 "reason": version.reason,
                 "bytes": version.nbytes,
                 "ranks": len(version.segments),
@@ -198,6 +198,7 @@ def _job(job: Job) -> dict[str, Any]:
         "writers": sorted(job.writers),
         "held": [list(version.key) for version in job.held() if not version.borrowed],
         "borrowed": [list(version.key) for version in job.held() if version.borrowed],
+        "partial": [list(version.key) for version in job.kept() if version.partial],
         "choice": job.choice._asdict() if job.choice else None,
         "open": [
             {"step": step, "sealed": sorted(attempt.sealed), "ranks": sorted(attempt.segments)}

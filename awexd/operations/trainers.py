@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 from awexd import access
 from awexd.adoption import header_of
-from awexd.service import Call, Operation, Outcome, Reply, Service
+from awexd.service import Across, Call, Operation, Outcome, Reply, Service
 from awexd.store import Segment, Wait
 from awexd.store.ledger import Session
-from awexd.store.model import Job
+from awexd.store.model import Attempt, Job
 from awexd.store.slots import Shortfall, mappable
+from awexd_transports.errors import DaemonUnavailable, EpochChanged, VersionConflict
 
 
 class Trainers:
@@ -107,6 +109,8 @@ class Trainers:
 
     def _begin(self, call: Call) -> Outcome:
         job, _ = self._store.writer_of(call.session)
+        if job.joined is not None:
+            return self._begin_joined(call, job)
         begun = self._store.begin(call.session, call.arguments["step"], call.arguments["set"])
         if isinstance(begun, Wait):
             return begun
@@ -114,6 +118,32 @@ class Trainers:
             return self._filled(call, job, begun.rank, self._begin)
         self._memory.clear(begun.segment.id)
         return Reply({"attempt": begun.attempt.number, "epoch": job.epoch, "segment": begun.segment.id})
+
+    def _begin_joined(self, call: Call, job: Job) -> Outcome:
+        """As ``_begin``; the attempt is the MetaServer's, which is asked once there is a slot."""
+        waiting = self._store.check_step(call.session, call.arguments["step"], call.arguments["set"])
+        if waiting is not None:
+            return waiting
+        granted = self._store.grant(call.session)
+        if isinstance(granted, Wait):
+            return granted
+        if isinstance(granted, Shortfall):
+            return self._filled(call, job, granted.rank, self._begin)
+        return self._begin_across(call, job, granted)
+
+    async def _begin_across(self, call: Call, job: Job, slot: Segment) -> Outcome:
+        step, set_digest = call.arguments["step"], call.arguments["set"]
+        number = await self._across(job).begin(step, slot.rank, call.deadline)
+        begun = self._store.begin_filled(call.session, step, set_digest, slot.id, number)
+        if isinstance(begun, Wait):
+            return begun
+        self._memory.clear(begun.segment.id)
+        return Reply({"attempt": number, "epoch": job.epoch, "segment": begun.segment.id})
+
+    def _across(self, job: Job) -> Across:
+        if self._service.across is None:
+            raise DaemonUnavailable(f"{job.name}: its ranks are on several nodes, and this daemon has no MetaServer")
+        return self._service.across(job)
 
     async def _filled(self, call: Call, job: Job, rank: int, again: Operation) -> Outcome:
         await self._allocator.fill(job, rank, call.deadline)
@@ -131,13 +161,24 @@ class Trainers:
         committed = self._store.committed(call.session, epoch, step, attempt) is None
         return Reply({"committed": committed, "next": following})
 
-    def _publish(self, call: Call) -> Reply | Wait:
+    def _publish(self, call: Call) -> Outcome:
         """Begins and seals at once a slot that was granted and has been filled. Grants the next, if one is free."""
         job, _ = self._store.writer_of(call.session)
+        step, set_digest, slot = (call.arguments[k] for k in ("step", "set", "segment"))
+        if job.joined is None or self._store.sealed_in(call.session, step, slot) is not None:
+            return self._publish_filled(call, job, None)
+        return self._store.check_step(call.session, step, set_digest) or self._publish_across(call, job)
+
+    async def _publish_across(self, call: Call, job: Job) -> Outcome:
+        _, writer = self._store.writer_of(call.session)
+        number = await self._across(job).begin(call.arguments["step"], writer.rank, call.deadline)
+        return self._publish_filled(call, job, number)
+
+    def _publish_filled(self, call: Call, job: Job, number: int | None) -> Reply | Wait:
         step, set_digest, slot, checksums = (call.arguments[k] for k in ("step", "set", "segment", "checksums"))
         attempt = self._store.sealed_in(call.session, step, slot)
         if attempt is None:
-            begun = self._store.begin_filled(call.session, step, set_digest, slot)
+            begun = self._store.begin_filled(call.session, step, set_digest, slot, number)
             if isinstance(begun, Wait):
                 return begun
             attempt = begun.attempt.number
@@ -162,9 +203,22 @@ class Trainers:
             self._service.records.save_soon(job)
             self._service.note("committed", job.name, f"{version} committed, {version.nbytes} bytes", logging.DEBUG)
 
-    def _abort(self, call: Call) -> Reply:
+    def _abort(self, call: Call) -> Outcome:
         arguments = call.arguments
+        job, writer = self._store.writer_of(call.session)
+        attempt = job.attempts.get(arguments["step"])
+        if job.joined is not None and attempt is not None and writer.rank in attempt.sealed:
+            return self._abort_across(job, writer.rank, attempt, call)
         self._store.abort(call.session, arguments["step"], arguments["attempt"], arguments["reason"])
+        return Reply({})
+
+    async def _abort_across(self, job: Job, rank: int, attempt: Attempt, call: Call) -> Reply:
+        """Of an attempt that other nodes may have sealed, and so committed, meanwhile."""
+        why = f"rank {rank} aborted it: {call.arguments['reason']}"
+        if call.arguments["attempt"] in (None, attempt.number):
+            with contextlib.suppress(EpochChanged, VersionConflict):  # it is over
+                await self._across(job).abort(attempt.epoch, attempt.step, attempt.number, why, call.deadline)
+                self._store.abort_joined(job, attempt, why)
         return Reply({})
 
     def _committed(self, call: Call) -> Reply | Wait:

@@ -39,6 +39,11 @@ class Offered:
         self._unused.set()
         self.withdrawn = False
 
+    def include(self, memories: Mapping[int, Memory]) -> None:
+        """More ranks, of which nothing is there yet."""
+        for rank, memory in memories.items():
+            self._memories[rank], self._arrived[rank] = memory, Ranges()
+
     def extend(self, rank: int, start: int, end: int) -> None:
         self._arrived[rank].add(start, end)
         self._change()

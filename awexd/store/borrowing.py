@@ -49,6 +49,8 @@ def choose(job: Job, step: int, mode: str, now: float) -> Choice | Wait:
 
 def _why_not(job: Job, now: float) -> str | None:
     """Why this step goes through host memory, whatever ranks will still declare."""
+    if job.joined is not None:
+        return "its trainer is on several nodes"
     unable = _unable(job)
     if unable is not None:
         return unable

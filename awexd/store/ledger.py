@@ -74,7 +74,8 @@ class Ledger:
         """The manifests of that set; None: of the next version, or else of the newest."""
         current = self.current_set(job)
         candidates = [current] if current else []
-        candidates += [list(version.digests) for version in sorted(job.versions.values(), key=lambda v: v.key)[::-1]]
+        whole = [version for _, version in sorted(job.versions.items(), reverse=True) if not version.partial]
+        candidates += [list(version.digests) for version in whole]
         for digests in candidates:
             if set_digest is None or digest_of(digests) == set_digest:
                 return digests
@@ -115,7 +116,7 @@ class Ledger:
         """Retires versions beyond ``keep`` and frees what no lease holds."""
         self.touched.add(job.name)
         if len(job.versions) > max(job.keep, 1):
-            for version in [version for version in job.held() if not version.borrowed][max(job.keep, 1) :]:
+            for version in [version for version in job.kept() if not version.borrowed][max(job.keep, 1) :]:
                 version.retired = True
         for version in [v for v in job.versions.values() if v.leaving and not _in_use(job, v)]:
             del job.versions[version.key]

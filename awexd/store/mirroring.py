@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
+from awexd.store.joining import Joining
 from awexd.store.lending import Lending
 from awexd.store.model import (
     Job,
@@ -47,7 +48,10 @@ def brought(job: Job, step: int) -> Wait | None:
     mirror, key = job.mirror, (job.epoch, step)
     if mirror is not None and not mirror.informed:
         return Wait(job.name, lambda: f"word of step {step}: {mirror.doing()}")
-    if mirror is None or key not in mirror.listed or mirror.listed[key].attempt in job.withdrawn:
+    here = job.versions.get(key)
+    partial = here is not None and here.partial and not here.leaving
+    listed = mirror is not None and key in mirror.listed and mirror.listed[key].attempt not in job.withdrawn
+    if mirror is None or not (partial or listed):
         return None
     if key in mirror.failed:
         raise mirror.failed[key]
@@ -79,13 +83,13 @@ def rest(job: Job, worker: Worker, version: Version) -> Wait:
     return Wait(job.name, lambda: f"what {who} reads of {version} to be brought here too: {mirror.doing()}")
 
 
-class Mirroring(Lending):
+class Mirroring(Lending, Joining):
     """The operations on mirrored jobs, and on versions that other nodes fetch from here."""
 
     def follow(self, job: Job) -> Mirror:
         """The job is decided elsewhere from now on."""
         if job.mirror is None:
-            job.mirror = Mirror()
+            job.mirror, job.alone = Mirror(), False
             self.touched.add(job.name)
         return job.mirror
 
@@ -109,6 +113,7 @@ class Mirroring(Lending):
         high: int,
         nodes: Iterable[str],
         listed: Mapping[VersionKey, Listing],
+        local: str | None = None,
     ) -> bool:
         """What is so elsewhere; True if that is a new epoch here. Waiters look again if anything has changed."""
         mirror = self.follow(job)
@@ -120,7 +125,7 @@ class Mirroring(Lending):
             mirror.asked.clear()
         if epoch == job.epoch and epoch:
             job.world_size, job.keep, job.high = world_size, keep, max(job.high, high)
-        mirror.nodes, mirror.listed = tuple(sorted(nodes)), dict(listed)
+        mirror.nodes, mirror.local, mirror.listed = tuple(sorted(nodes)), local, dict(listed)
         mirror.asked = {step: None for step in mirror.asked if self._may_come(job, step)}
         mirror.lacking = {key: None for key in mirror.lacking if key in job.versions and key in mirror.listed}
         if before != (job.epoch, job.world_size, job.keep, job.high, mirror.nodes, mirror.listed, True):
@@ -129,7 +134,7 @@ class Mirroring(Lending):
 
     def withdraw_attempts(self, job: Job, attempts: Collection[int]) -> list[Version]:
         """The versions of these attempts were taken back elsewhere: they are good for nobody."""
-        gone = [version for version in job.held() if version.attempt in attempts and not version.borrowed]
+        gone = [version for version in job.kept() if version.attempt in attempts and not version.borrowed]
         for version in gone:
             version.withdrawn = True
         if gone:
@@ -167,6 +172,14 @@ class Mirroring(Lending):
         """Every byte of that version is here, or of that part of it: ``segments`` in order of their ranks."""
         for segment in segments:
             segment.state = SegmentState.HELD
+        partial = job.versions.get(key)
+        if partial is not None:
+            self.complete(job, partial, segments)
+            partial.part = part
+            if job.mirror is not None:
+                job.mirror.asked.pop(key[1], None)
+            self._settle(job)
+            return partial
         digests = tuple(segment.digest for segment in segments)
         version = job.versions[key] = Version(
             key=key,
@@ -212,13 +225,12 @@ class Mirroring(Lending):
     def _check_here(self, job: Job) -> None:
         """
         Raises:
-            VersionConflict: its writers are on another node.
+            VersionConflict: its writers are all on another node.
         """
-        if job.mirror is not None and job.mirror.nodes:
-            nodes = ", ".join(job.mirror.nodes)
+        if job.mirror is not None and job.mirror.local in job.mirror.nodes:
             raise VersionConflict(
-                f"{job.name}: its trainer is on node {nodes}; all ranks of a trainer are on one node, and it moves to "
-                "another once they have ended there"
+                f"{job.name}: its trainer is on node {job.mirror.local}, with all its ranks; it moves to other nodes "
+                "once they have ended there"
             )
 
     def _take_over(self, job: Job) -> None:
@@ -231,7 +243,7 @@ class Mirroring(Lending):
     @staticmethod
     def _may_come(job: Job, step: int) -> bool:
         key = job.epoch, step
-        return job.mirror is not None and key in job.mirror.listed and key not in job.versions
+        return job.mirror is not None and key in job.mirror.listed and job.held_of(*key) is None
 
 
 def _who_holds(job: Job, rank: int) -> str:

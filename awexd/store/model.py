@@ -121,6 +121,9 @@ class Writer:
         lends: in ``"auto"``: it will declare its memory before its first step, for all that it knows.
         reserved: the set of manifests that its segment layout was made for.
         node: the NUMA node that its memory should be on, if it minds.
+        asked: the epoch that it has asked for, where that is not decided yet: ``"new"``, ``"continue"`` or a number.
+        after: as of :func:`registering.register`.
+        refused: why it cannot take part; told with its next request.
     """
 
     session: str
@@ -133,11 +136,14 @@ class Writer:
     segment_digest: str = ""
     nbytes: int = 0
     node: int | None = None
+    asked: int | str = "continue"
+    after: int | None = None
+    refused: AwexdError | None = None
 
 
 @dataclass(slots=True)
 class Rendezvous:
-    """The ranks of a restarted trainer that have arrived, before its epoch opens."""
+    """Ranks of a trainer that have arrived, before it is decided which epoch they are in."""
 
     world_size: int
     keep: int
@@ -162,6 +168,7 @@ class Attempt:
     """One try at a version: a segment a rank, sealed one by one. ``digests``: what its ranks had registered.
 
     ``doubted``: ranks that lend their memory and still look whether it is what they declared.
+    ``missing``: of a joined job: ranks, of any node, that had not sealed when the MetaServer was last told of it.
     """
 
     number: int
@@ -169,6 +176,7 @@ class Attempt:
     step: int
     borrowed: bool = False
     doubted: set[int] = field(default_factory=set)
+    missing: tuple[int, ...] = ()
     segments: dict[int, str] = field(default_factory=dict)
     digests: dict[int, str] = field(default_factory=dict)
     sealed: set[int] = field(default_factory=set)
@@ -203,6 +211,8 @@ class Version:
         served: other nodes may be fetching it from here: its memory stays until they are done.
         part: what of it is here, where that is not all.
         extending: more of it is being brought here: its memory stays meanwhile.
+        partial: only the segments of ranks of this node are here, in order of their ranks: nobody here reads it yet.
+        unsure: it was found after a restart, and the MetaServer has not said yet whether it was committed.
     """
 
     key: VersionKey
@@ -222,6 +232,8 @@ class Version:
     served: bool = False
     part: Part | None = None
     extending: bool = False
+    partial: bool = False
+    unsure: bool = False
 
     @property
     def leaving(self) -> bool:
@@ -364,6 +376,7 @@ class Mirror:
 
     Attributes:
         nodes: those that have writers now.
+        local: the one of them, if any, that has all and decides by itself.
         informed: the MetaServer has told of the job since this daemon began.
         listed: versions that are committed, as far as the MetaServer remembers them.
         fetching: the one that is being brought here.
@@ -375,6 +388,7 @@ class Mirror:
     """
 
     nodes: tuple[str, ...] = ()
+    local: str | None = None
     informed: bool = False
     listed: dict[VersionKey, Listing] = field(default_factory=dict)
     fetching: VersionKey | None = None
@@ -383,6 +397,23 @@ class Mirror:
     lacking: dict[VersionKey, None] = field(default_factory=dict)
     ask: Callable[[], None] = lambda: None
     doing: Callable[[], str] = lambda: "the MetaServer has not been asked yet"
+
+
+@dataclass(slots=True)
+class Joined:
+    """A job whose writers are on several nodes, this one among them: the MetaServer decides.
+
+    Attributes:
+        ranks: the manifests of all ranks of the epoch, by rank, once they are here; empty while ranks are absent.
+        absent: ranks of the epoch that have registered on no node.
+        aborts: what this node has discarded and the MetaServer is still to be told: epoch, step, attempt, reason.
+        problem: why the MetaServer cannot be told or asked now; "" where it can.
+    """
+
+    ranks: dict[int, str] = field(default_factory=dict)
+    absent: tuple[int, ...] = ()
+    aborts: deque[tuple[int, int, int, str]] = field(default_factory=deque)
+    problem: str = ""
 
 
 class Endings:
@@ -443,7 +474,9 @@ class Job:
         parcels: what ranks have parked, by rank and name.
         pins: versions that ranks have offloaded their weights into, and which ranks.
         exchanges: of its versions among its processes.
-        mirror: where its writers are on another node, or may be; None where they are, or were last, on this one.
+        mirror: where its writers are on another node, or may be; None where they are, or were last, on this one alone.
+        joined: where its writers are on several nodes and this one has some, or has segments of theirs.
+        alone: all of its ranks have been on this node in this epoch: whatever comes is decided here.
         abroad: an engine of it is on another node.
         idle_since: when its last session ended; None while it has one.
     """
@@ -471,17 +504,29 @@ class Job:
     pins: dict[VersionKey, set[int]] = field(default_factory=dict)
     exchanges: Exchanges = field(default_factory=Exchanges)
     mirror: Mirror | None = None
+    joined: Joined | None = None
+    alone: bool = False
     abroad: bool = False
     idle_since: float | None = None
 
+    @property
+    def unused_since(self) -> float | None:
+        """As ``idle_since``; a joined job with ranks on other nodes is in use."""
+        elsewhere = self.joined is not None and self.mirror is not None and self.mirror.nodes
+        return None if elsewhere else self.idle_since
+
     def held(self) -> list[Version]:
         """Versions a reader may ask for, newest first."""
+        return [version for version in self.kept() if not version.partial]
+
+    def kept(self) -> list[Version]:
+        """Those, and versions of which only this node's ranks' segments are here."""
         return [self.versions[key] for key in sorted(self.versions, reverse=True) if not self.versions[key].leaving]
 
     def held_of(self, epoch: int, step: int) -> Version | None:
         """That version, if a reader may ask for it."""
         version = self.versions.get((epoch, step))
-        return version if version is not None and not version.leaving else None
+        return version if version is not None and not (version.leaving or version.partial) else None
 
     def describe_held(self) -> str:
         borrowed = [version.key for version in self.held() if version.borrowed]

@@ -24,18 +24,14 @@ def register(job: Job, writer: Writer, world_size: int, epoch: int | str, keep: 
     if isinstance(epoch, int) and epoch != job.epoch:
         raise epoch_changed(job, epoch)
     opened_since = after is not None and job.epoch > after
-    if epoch == "new" and not opened_since and not _already_in(job, writer):
+    if epoch == "new" and not opened_since and not already_in(job, writer):
         return _arrive(job, writer, world_size, keep)
-    _leave_rendezvous(job, writer)
+    leave_rendezvous(job, writer)
     opened = job.epoch == 0
     if opened:
         job.epoch, job.world_size, job.keep = 1, world_size, keep
-    elif world_size != job.world_size:
-        raise VersionConflict(
-            f"{job.name}: epoch {job.epoch} has {job.world_size} writer ranks, not {world_size}; "
-            'a trainer of another size opens a new epoch: all of its ranks pass epoch="new"'
-        )
-    _check_free(job.writers, writer, job.name)
+    check_size(job, world_size)
+    check_free(job.writers, writer, job.name)
     others = [other for other in job.writers.values() if other.rank != writer.rank]
     if keep != job.keep and others:
         raise VersionConflict(f"{job.name}: rank {others[0].rank} keeps {job.keep} versions, not {keep}")
@@ -44,7 +40,7 @@ def register(job: Job, writer: Writer, world_size: int, epoch: int | str, keep: 
             f'{job.name}: rank {others[0].rank} has mode="{others[0].mode}", not "{writer.mode}"; all ranks have one'
         )
     job.keep = keep
-    if epoch == "continue" and not _already_in(job, writer):
+    if epoch == "continue" and not already_in(job, writer):
         # A version is of one incarnation of the trainer: what earlier processes sealed must not meet this one's bytes.
         for step in list(job.attempts):
             abort(job, step, f"rank {writer.rank} was started anew (process {writer.pid})")
@@ -54,15 +50,20 @@ def register(job: Job, writer: Writer, world_size: int, epoch: int | str, keep: 
 
 def ready(job: Job, writer: Writer) -> Wait | str:
     """The digest of all ranks' manifests, once the epoch is open and every rank has registered."""
+    if writer.refused is not None:
+        raise writer.refused
     if job.pending and job.pending.writers.get(writer.rank) is writer:
         return Wait(job.name, lambda: _awaited(job))
     check_current(job, writer)
     digests = present(job)
     absent = [rank for rank in range(job.world_size) if rank not in digests]
     if absent:
+        absent = list(job.joined.absent) if job.joined is not None and job.joined.absent else absent
         return Wait(
             job.name,
-            lambda: f"{describe_ranks(absent)} of {job.world_size} to register in epoch {job.epoch}{_hint(job)}",
+            lambda: (
+                f"{describe_ranks(absent)} of {job.world_size} to register in epoch {job.epoch}{_hint(job)}{away(job)}"
+            ),
         )
     return set_digest_of(tuple(digests[rank] for rank in range(job.world_size)))
 
@@ -70,7 +71,33 @@ def ready(job: Job, writer: Writer) -> Wait | str:
 def _awaited(job: Job) -> str:
     if job.pending is None:
         return "its new epoch"
+    if job.joined is not None:
+        return _awaited_elsewhere(job)
+    if job.mirror is not None:
+        absent, size = describe_ranks(job.pending.absent), job.pending.world_size
+        return f"{absent} of {size} to register, here or on other nodes; {job.mirror.doing()}"
     return f"{describe_ranks(job.pending.absent)} of the new epoch's {job.pending.world_size} to register{_hint(job)}"
+
+
+def away(job: Job) -> str:
+    return f" ({job.joined.problem})" if job.joined is not None and job.joined.problem else ""
+
+
+def _awaited_elsewhere(job: Job) -> str:
+    joined = job.joined
+    if joined is None or joined.problem:
+        return f"the MetaServer to register this node's ranks: {joined.problem if joined else ''}"
+    where = f"{describe_ranks(joined.absent)} to register on other nodes" if joined.absent else "the MetaServer's word"
+    return f"{where}{_hint(job)}"
+
+
+def check_size(job: Job, world_size: int) -> None:
+    """Raises VersionConflict for a world of another size than the open epoch's."""
+    if job.epoch and world_size != job.world_size:
+        raise VersionConflict(
+            f"{job.name}: epoch {job.epoch} has {job.world_size} writer ranks, not {world_size}; "
+            'a trainer of another size opens a new epoch: all of its ranks pass epoch="new"'
+        )
 
 
 def _hint(job: Job) -> str:
@@ -84,7 +111,8 @@ def _hint(job: Job) -> str:
 def present(job: Job) -> dict[int, str]:
     """The registered manifests by rank. A rank that has sealed an open attempt counts, even if it has left since."""
     sealed = {rank: a.digests[rank] for a in job.attempts.values() for rank in a.sealed}
-    return sealed | {rank: writer.digest for rank, writer in job.writers.items()}
+    elsewhere = job.joined.ranks if job.joined is not None else {}
+    return elsewhere | sealed | {rank: writer.digest for rank, writer in job.writers.items()}
 
 
 def reserve(job: Job, writer: Writer, set_digest: str, segment_digest: str, nbytes: int) -> Shortfall:
@@ -97,7 +125,7 @@ def reserve(job: Job, writer: Writer, set_digest: str, segment_digest: str, nbyt
 
 def leave(job: Job, writer: Writer, why: str) -> None:
     """A writer's session has ended: what it had not sealed is discarded, what it had sealed stays."""
-    _leave_rendezvous(job, writer)
+    leave_rendezvous(job, writer)
     if job.writers.get(writer.rank) is writer:
         del job.writers[writer.rank]
         abort_unsealed(job, writer, why)
@@ -120,13 +148,13 @@ def epoch_changed(job: Job, seen: int) -> EpochChanged:
     )
 
 
-def _already_in(job: Job, writer: Writer) -> bool:
+def already_in(job: Job, writer: Writer) -> bool:
     """The same process registers again (other tensors, say): that is no new run of the trainer."""
     current = job.writers.get(writer.rank)
     return current is not None and current.session == writer.session
 
 
-def _leave_rendezvous(job: Job, writer: Writer) -> None:
+def leave_rendezvous(job: Job, writer: Writer) -> None:
     pending = job.pending
     if pending is None:
         return
@@ -143,11 +171,17 @@ def _arrive(job: Job, writer: Writer, world_size: int, keep: int) -> bool:
             f"{job.name}: the new epoch's ranks disagree: world_size {pending.world_size} keep {pending.keep} "
             f"mode {pending.mode}, and world_size {world_size} keep {keep} mode {writer.mode}"
         )
-    _check_free(pending.writers, writer, job.name)
+    check_free(pending.writers, writer, job.name)
     job.pending = pending
     pending.writers[writer.rank] = writer
     if pending.absent:
         return False
+    open_epoch(job, pending)
+    return True
+
+
+def open_epoch(job: Job, pending: Rendezvous) -> None:
+    """All ranks of a rendezvous have come, and are the writers of a new epoch."""
     for step in list(job.attempts):
         abort(job, step, f"epoch {job.epoch + 1} was opened")
     job.choice = job.returned = None
@@ -155,11 +189,10 @@ def _arrive(job: Job, writer: Writer, world_size: int, keep: int) -> bool:
         if segment.writable:
             segment.unsafe = True  # a process of the old epoch may hang in the middle of it
     job.writers, job.pending = pending.writers, None
-    job.epoch, job.world_size, job.keep, job.high = job.epoch + 1, world_size, keep, -1
-    return True
+    job.epoch, job.world_size, job.keep, job.high = job.epoch + 1, pending.world_size, pending.keep, -1
 
 
-def _check_free(writers: dict[int, Writer], writer: Writer, name: str) -> None:
+def check_free(writers: dict[int, Writer], writer: Writer, name: str) -> None:
     holder = writers.get(writer.rank)
     if holder is not None and holder.session != writer.session:
         raise VersionConflict(f"{name}: rank {writer.rank} is registered by process {holder.pid}, which lives")

@@ -58,13 +58,15 @@ def mappable(job: Job, writer: Writer) -> list[Segment]:
     ]
 
 
-def abort(job: Job, step: int, reason: str) -> None:
-    """Discards the open attempt at ``step`` on every rank, sealed segments too."""
+def abort(job: Job, step: int, reason: str, *, told: bool = False) -> None:
+    """Discards the open attempt at ``step`` on every rank, sealed segments too; ``told``: other nodes know."""
     attempt = job.attempts.pop(step, None)
     if attempt is None:
         return
     if job.choice is not None and job.choice.step == step:
         job.choice = None
+    if job.joined is not None and not told:
+        job.joined.aborts.append((attempt.epoch, step, attempt.number, reason))
     job.endings.abort(attempt.number, reason, attempt.segments.values())
     for rank, segment_id in attempt.segments.items():
         segment = job.segments.get(segment_id)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple, TypeVar
 
-from awexd.store import parking, reading, registering, slots, writing
+from awexd.store import joining, parking, reading, registering, slots, writing
 from awexd.store.grouping import Grouping
 from awexd.store.ledger import Session
 from awexd.store.mirroring import Mirroring
@@ -72,12 +72,16 @@ class Store(Grouping, Mirroring):
         self._check_here(job)
         writer = Writer(session.id, session.pid, rank, digest, mode, lends)
         try:
-            opened = registering.register(job, writer, world_size, epoch, keep, after)
+            if self.clustered and not job.alone:
+                opened = joining.arrive(job, writer, world_size, epoch, keep, after)
+            else:
+                opened = registering.register(job, writer, world_size, epoch, keep, after)
         finally:
             self._forget_unused(job)
         session.writer = (job.name, writer)
         job.idle_since = None
-        self._take_over(job)
+        if job.joined is None and job.writers.get(rank) is writer:
+            self._take_over(job)
         self._reclaim(job, rank, f"rank {rank} registered anew")
         if opened:
             for lent in [segment for segment in job.segments.values() if segment.borrowed]:
@@ -140,16 +144,29 @@ class Store(Grouping, Mirroring):
             if _open_slots(job) != before:
                 self._settle(job)
 
-    def begin_filled(self, session: Session, step: int, set_digest: str, slot: str) -> Begun | Wait:
-        """As ``begin``, with the granted slot, which has the step's bytes already."""
+    def begin_filled(
+        self, session: Session, step: int, set_digest: str, slot: str, number: int | None = None
+    ) -> Begun | Wait:
+        """As ``begin``, with the granted slot, which has the step's bytes already.
+
+        ``number``: of a joined job: the attempt, as the MetaServer has it.
+        """
         job, writer = self.writer_of(session)
         try:
+            if number is not None:
+                self.begin_joined(job, step, number)
+                return writing.begin_filled(job, writer, step, set_digest, slot, number)
             return self._numbered(writing.begin_filled(job, writer, step, set_digest, slot, self._next_attempt))
         except AwexdError as error:
             if isinstance(error, EpochChanged):
                 slots.give_up_slots(job, writer)
             self._settle(job)
             raise
+
+    def check_step(self, session: Session, step: int, set_digest: str) -> Wait | None:
+        """Whether the session's writer may publish that step now; see :func:`writing.check_step`."""
+        job, writer = self.writer_of(session)
+        return writing.check_step(job, writer, step, set_digest)
 
     def sealed_in(self, session: Session, step: int, slot: str) -> int | None:
         job, writer = self.writer_of(session)
@@ -197,7 +214,7 @@ class Store(Grouping, Mirroring):
         Raises:
             VersionUnavailable: none of that step is held.
         """
-        dropped = [version for version in job.held() if step is None or version.key[1] == step]
+        dropped = [version for version in job.kept() if step is None or version.key[1] == step]
         if step is not None and not dropped:
             raise VersionUnavailable(f"{job.name}: step {step} is not held; {job.describe_held()}")
         parking.check_unpinned(job, [version.key for version in dropped])
@@ -233,7 +250,7 @@ class Store(Grouping, Mirroring):
 
     def idle_jobs(self, now: float, ttl: float) -> list[Job]:
         """Jobs without a session for ``ttl`` seconds."""
-        return [job for job in self.jobs.values() if job.idle_since is not None and now - job.idle_since >= ttl]
+        return [job for job in self.jobs.values() if (since := job.unused_since) is not None and now - since >= ttl]
 
     # reading
 
@@ -378,9 +395,10 @@ class Store(Grouping, Mirroring):
             segment.state, segment.unsafe = SegmentState.HELD, True
             job.segments[segment.id] = segment
         job.versions[version.key] = version
-        job.endings.commit(version.attempt, version.key)
         self._next_attempt = max(self._next_attempt, version.attempt + 1)  # whatever the clock says
-        if version.key[0] == job.epoch:
+        if not version.unsure:
+            job.endings.commit(version.attempt, version.key)
+        if version.key[0] == job.epoch and not version.unsure:
             job.high = max(job.high, version.key[1])
         self._settle(job)
 
@@ -412,7 +430,8 @@ class Store(Grouping, Mirroring):
 
     def _abort_where(self, job: Job, writer: Writer, why: str) -> None:
         for step, attempt in list(job.attempts.items()):
-            if writer.rank in attempt.segments:
+            # What a rank of a joined job has sealed may be committed by now: the MetaServer knows.
+            if writer.rank in attempt.segments and (job.joined is None or writer.rank not in attempt.sealed):
                 slots.abort(job, step, why)
 
     def _replace_unsafe_grant(self, job: Job, writer: Writer) -> None:

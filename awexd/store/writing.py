@@ -17,7 +17,7 @@ from awexd.store.model import (
     describe_ranks,
     set_digest_of,
 )
-from awexd.store.registering import check_current, epoch_changed, ready
+from awexd.store.registering import away, check_current, epoch_changed, ready
 from awexd.store.slots import Shortfall, abort, give_up_slot, granted_to, take
 from awexd_transports.errors import VersionConflict
 
@@ -103,7 +103,7 @@ def check_seal(job: Job, writer: Writer, epoch: int, step: int, attempt: int) ->
     Raises:
         EpochChanged, VersionConflict: this attempt is over, or unknown (the daemon restarted meanwhile).
     """
-    if _is_committed(job, (epoch, step), attempt):
+    if _is_committed(job, (epoch, step), attempt) or _unsure(job, (epoch, step), attempt):
         return None
     if epoch != job.epoch:
         raise epoch_changed(job, epoch)
@@ -121,7 +121,8 @@ def seal(job: Job, writer: Writer, step: int, checksums: bool) -> Version | None
     segment = job.segments[attempt.segments[writer.rank]]
     segment.state, segment.checksums = SegmentState.SEALED, checksums
     attempt.sealed.add(writer.rank)
-    return _commit(job, attempt) if len(attempt.sealed) == job.world_size else None
+    whole = len(attempt.sealed) == job.world_size and job.joined is None  # else the MetaServer says when it is
+    return commit(job, attempt) if whole else None
 
 
 def committed(job: Job, epoch: int, step: int, attempt: int) -> Wait | None:
@@ -135,6 +136,8 @@ def committed(job: Job, epoch: int, step: int, attempt: int) -> Wait | None:
         return Wait(job.name, lambda: f"{describe_ranks(version.doubted)} to affirm {version}")
     if _is_committed(job, (epoch, step), attempt):
         return None
+    if _unsure(job, (epoch, step), attempt):
+        return Wait(job.name, lambda: f"the MetaServer to say whether step {step} was committed{away(job)}")
     current = job.attempts.get(step)
     if current is not None and current.number == attempt:
         return Wait(job.name, lambda: f"{_unsealed(job, current)} to seal step {step} of epoch {epoch}")
@@ -149,10 +152,10 @@ def withdraw_newer(job: Job, step: int) -> list[Version]:
     Raises:
         VersionConflict: that step is not held.
     """
-    target = next((version for version in job.held() if version.key[1] == step and not version.borrowed), None)
+    target = next((version for version in job.kept() if version.key[1] == step and not version.borrowed), None)
     if target is None:
         raise VersionConflict(f"{job.name}: no held version of step {step} to roll back to; {job.describe_held()}")
-    newer = [version for version in job.held() if version.key > target.key]
+    newer = [version for version in job.kept() if version.key > target.key]
     for version in newer:
         version.withdrawn = True
     job.returned = None
@@ -169,6 +172,8 @@ def check_step(job: Job, writer: Writer, step: int, set_digest: str) -> Wait | N
     now_ready = ready(job, writer)
     if isinstance(now_ready, Wait):
         return now_ready
+    if any(version.unsure for version in job.versions.values()):
+        return Wait(job.name, lambda: f"the MetaServer to say what was committed before the restart{away(job)}")
     if not set_digest == now_ready == writer.reserved:
         raise VersionConflict(f"{job.name}: the ranks' manifests have changed", {"set_changed": True})
     if step <= job.high:
@@ -227,10 +232,11 @@ def _leave_other_steps(job: Job, writer: Writer, step: int) -> None:
     give_up_slot(job, writer)
 
 
-def _commit(job: Job, attempt: Attempt) -> Version:
+def commit(job: Job, attempt: Attempt) -> Version:
+    """Every rank has sealed it, on whichever node."""
     del job.attempts[attempt.step]
     job.endings.commit(attempt.number, (attempt.epoch, attempt.step))
-    segments = [job.segments[attempt.segments[rank]] for rank in range(job.world_size)]
+    segments = [job.segments[segment_id] for _, segment_id in sorted(attempt.segments.items())]
     for segment in segments:
         segment.state = SegmentState.HELD
     digests = tuple(segment.digest for segment in segments)
@@ -246,9 +252,10 @@ def _commit(job: Job, attempt: Attempt) -> Version:
         doubted=attempt.doubted,
         high=job.high,
         reason=job.choice.reason if job.choice is not None and job.choice.step == attempt.step else "",
+        partial=len(segments) < job.world_size,
     )
     job.versions[version.key] = version
-    job.high = attempt.step
+    job.high = max(job.high, attempt.step)
     return version
 
 
@@ -262,8 +269,19 @@ def _attempt_over(job: Job, step: int, attempt: int) -> VersionConflict:
 
 def _is_committed(job: Job, key: VersionKey, attempt: int) -> bool:
     version = job.versions.get(key)
-    return job.endings.committed(attempt, key) or (version is not None and version.attempt == attempt)
+    here = version is not None and version.attempt == attempt and not version.unsure
+    return job.endings.committed(attempt, key) or here
+
+
+def _unsure(job: Job, key: VersionKey, attempt: int) -> bool:
+    version = job.versions.get(key)
+    return version is not None and version.attempt == attempt and version.unsure
 
 
 def _unsealed(job: Job, attempt: Attempt) -> str:
-    return describe_ranks(set(range(job.world_size)) - attempt.sealed)
+    missing = set(range(job.world_size)) - attempt.sealed
+    if job.joined is None:
+        return describe_ranks(missing)
+    if attempt.missing:
+        missing &= set(attempt.missing)
+    return f"{describe_ranks(missing) if missing else 'the other nodes'}{away(job)}"

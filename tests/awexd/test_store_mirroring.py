@@ -28,9 +28,10 @@ class Node:
 
     def tell(self, *keys: VersionKey, epoch: int = 1, high: int = 0, nodes: tuple[str, ...] = ("a",)) -> bool:
         listed = {key: Listing(key[1], {0: ("d0", NBYTES, True)}, ("a",)) for key in keys}
+        local = nodes[0] if nodes else None
         return self.store.mirror(
-            self.job, epoch=epoch, world_size=1, keep=2, high=high, nodes=nodes, listed=listed
-        )  # fmt: skip
+            self.job, epoch=epoch, world_size=1, keep=2, high=high, nodes=nodes, listed=listed, local=local
+        )
 
     def slot(self) -> Segment | Wait:
         found = self.store.mirror_slot(self.job, 0, NBYTES)

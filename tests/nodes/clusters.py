@@ -169,6 +169,18 @@ class Trainer(Side):
         self.do("writer.close()")
 
 
+class SpreadTrainer(Trainer):
+    """A trainer whose ranks are on several nodes: one process a daemon that is named, in the order of ranks."""
+
+    def __init__(
+        self, processes: Sequence[Process], daemons: Sequence[Daemon], epoch: str = "continue", **given: Any
+    ) -> None:
+        self.processes, self.daemon = list(processes), daemons[0]
+        common = {"job": "j", "verify": "checksum", "size": len(processes), "epoch": epoch, **given}
+        sources = [OPEN_WRITER.format(rank=rank, socket=daemon.socket, **common) for rank, daemon in enumerate(daemons)]
+        together(processes, sources)
+
+
 class Engine(Side):
     def __init__(self, processes: Sequence[Process], daemon: Daemon, engine: str = "e", **given: Any) -> None:
         super().__init__(OPEN_READER, processes, daemon, engine=engine, **given)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from awexd.adoption import NAMED_READERS, _part
+from awexd.memory import Found
 from awexd.nodes.needs import EVERYTHING, SETTLE_SECONDS, STAYS_SECONDS, Planner, Published, Readers
 from awexd.store import Store
 from awexd.store.ledger import Session
@@ -101,7 +104,13 @@ async def test_planner_plans_once_and_says_what_is_not_here() -> None:
 
 
 def test_adopted_part_is_the_largest_that_was_told() -> None:
-    assert _part([None, None]) is None
-    assert _part([["aa", 10, ["d"]], None]) is None
-    assert _part([["aa", 10, ["d"]], ["bb", 20, ["d", "e"]]]) == Part("bb", frozenset("de"), 20)
+    def told(*parts: Any, mirrored: bool = True) -> list[Found]:
+        return [Found("s", 1, {"part": part, "mirrored": mirrored}, locked=False) for part in parts]
+
+    assert _part(told(None, None)) is None
+    assert _part(told(["aa", 10, ["d"]], None)) is None
+    both = told(["aa", 10, ["d"]], ["bb", 20, ["d", "e"]])
+    assert _part(both) == Part("bb", frozenset("de"), 20)
+    assert _part(both + told(None, mirrored=False)) == Part("bb", frozenset("de"), 20)  # written here: all of it
+    assert _part(told(None, mirrored=False)) is None
     assert NAMED_READERS * 67 < 2048  # beside the rest in a page
