@@ -9,10 +9,13 @@ ROWS, COLUMNS = (1024, 4096), (4096, 1024)
 """Of each tensor: 16 MiB of float32, in cells of which halves, quarters and eighths are whole."""
 
 OPEN_WRITER = """
-weights = {{"rows": torch.zeros({rows}), "columns": torch.zeros({columns}), "norm": torch.zeros(1024)}}
-writer = WeightWriter("j", 0, 1, {socket!r}, verify={verify!r}, mode="host", epoch="continue")
-writer.register(weights)
-index = {{name: torch.arange(t.numel(), dtype=torch.float32).reshape(t.shape) % 8191 for name, t in weights.items()}}
+shape = {{"rows": {rows}, "columns": {columns}, "norm": (1024,)}}
+counted = {{name: torch.arange(torch.Size(n).numel(), dtype=torch.float32).reshape(n) for name, n in shape.items()}}
+begin = {{name: n[0] * {rank} // {size} for name, n in shape.items()}}
+index = {{name: t.narrow(0, begin[name], t.shape[0] // {size}) % 8191 for name, t in counted.items()}}
+weights = {{name: torch.zeros_like(t) for name, t in index.items()}}
+writer = WeightWriter("j", {rank}, {size}, {socket!r}, verify={verify!r}, mode="host", epoch="continue")
+writer.register(Shard(name, t, shape[name], [begin[name]] + [0] * (t.dim() - 1)) for name, t in weights.items())
 """
 PUBLISH = """
 for name, t in weights.items():
@@ -40,8 +43,14 @@ UPDATE = "done = reader.update({step}, timeout=60)\nresult = [done.step, wrong({
 BYTES = 4 * (2 * 1024 * 4096 + 1024)
 
 
+def writer_source(daemon: Daemon, verify: str = "checksum", *, rank: int = 0, size: int = 1) -> str:
+    """Of a process that has so much of every tensor's rows."""
+    given = {"socket": daemon.socket, "verify": verify, "rank": rank, "size": size}
+    return OPEN_WRITER.format(rows=ROWS, columns=COLUMNS, **given)
+
+
 def writer_on(daemon: Daemon, process: Process, verify: str = "checksum") -> Process:
-    process.do(OPEN_WRITER.format(socket=daemon.socket, rows=ROWS, columns=COLUMNS, verify=verify))
+    process.do(writer_source(daemon, verify))
     return process
 
 

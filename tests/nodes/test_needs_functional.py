@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.daemons import Daemon
-from tests.e2e.workers.processes import Process, RemoteError
+from tests.e2e.workers.processes import Process, RemoteError, together
 from tests.nodes.clusters import Cluster, job_of, texts, until
-from tests.nodes.parts import BYTES, PUBLISH, UPDATE, reader_on, update, writer_on
+from tests.nodes.parts import BYTES, PUBLISH, UPDATE, reader_on, update, writer_on, writer_source
 
 Forks = Callable[[int], list[Process]]
 HALF = BYTES // 2
@@ -155,3 +155,29 @@ with HeldVersion("j", socket={cluster["b"].socket!r}) as held:
         assert other.do(source) == [["columns", "norm", "rows"], [True] * 3]
         assert sent(cluster["a"]) <= 1.01 * BYTES
         update(worker, 1)
+
+
+def test_trainer_on_two_nodes_whose_engines_read_a_part(folder: Path, forks: Forks) -> None:
+    with Cluster(folder, "a", "b", "c") as cluster:
+        ranks = forks(2)
+        together(ranks, [writer_source(cluster[name], rank=rank, size=2) for rank, name in enumerate("ab")])
+        one, other, late = forks(3)
+        workers = [reader_on(cluster["b"], one, 0, engine="b"), reader_on(cluster["c"], other, 1, engine="c")]
+
+        def hand_over(step: int) -> None:
+            together(ranks, [PUBLISH.format(step=step)] * 2)
+            assert together(workers, [UPDATE.format(step=step)] * len(workers)) == [[step, []]] * len(workers)
+
+        for step in (1, 2, 3):
+            before = sent(cluster["a"]) + sent(cluster["b"])
+            hand_over(step)
+            # b reads the rows that a has, and of the columns half of those; c half of all.
+            crossed = sent(cluster["a"]) + sent(cluster["b"]) - before
+            assert 1.74 * HALF <= crossed <= 1.01 * 1.75 * HALF
+        workers.append(reader_on(cluster["b"], late, 1, engine="late"))
+        update(workers[2], 3)
+        hand_over(4)
+        cluster["b"].kill()
+        cluster["b"].start()
+        update(workers[0], 4)
+        hand_over(5)
