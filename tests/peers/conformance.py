@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import Callable
@@ -131,6 +132,23 @@ class Conformance:
         assert sorted(arrived) == sorted(rows)
         assert fetch.delivered.total() == everything.total
         assert fetch.again == fetch.left == 0
+
+    async def test_rows_of_a_source_that_is_killed_come_from_another(
+        self, node: NodeMaker, segment: SegmentMaker
+    ) -> None:
+        held, into = segment(64 * MiB, 1), segment(64 * MiB)
+        rows = [Piece(0, at * MiB + half * 2048, MiB // 2, 256, 4096) for at in range(64) for half in range(2)]
+        dies, lives = node("a", {0: held}), node("b", {0: held})
+
+        def arrived(piece: Piece) -> None:
+            dies.send_signal(signal.SIGKILL)
+
+        fetch = fetcher(self.transport, {0: into}, {0: Ranges()}, rows={0: rows[::2]}, rows_arrived=arrived)
+        with contextlib.suppress(DaemonUnavailable):  # unless all of it was under way
+            await fetch.run([dies.source()], WITHIN)
+        assert fetch.left < 32 * MiB  # something had come
+        await fetch.run([lives.source()], WITHIN)
+        check(into, held, Ranges(run for piece in rows[::2] for run in piece.runs()))
 
     async def test_rows_are_served_on_as_they_arrive_and_nothing_that_was_not_promised(
         self, node: NodeMaker, segment: SegmentMaker

@@ -30,11 +30,13 @@ def small_cells() -> Iterator[None]:
         patch.setattr(cells, "BLOCK", 64)
         patch.setattr(cells, "PART", 8)
         patch.setattr(needs, "ALIGNMENT", 1)
-        for cache in caches:
-            cache.cache_clear()
-        yield
-    for cache in caches:
-        cache.cache_clear()
+        try:
+            for cache in caches:
+                cache.cache_clear()
+            yield
+        finally:
+            for cache in caches:
+                cache.cache_clear()
 
 
 def marked(need: Need | None, nbytes: int) -> Bytes:
