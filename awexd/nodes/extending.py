@@ -43,7 +43,7 @@ class Extending(Bringing):
         memories: dict[int, Memory] = {}
         whole: Part | None = after
         try:
-            here = means.planner.by_digest(self._before.digest)
+            here = await self._known()
             missing = await means.planner.beyond(self._published, needs, here)
             segments = [self._job.segments[segment_id] for segment_id in version.segments]
             for segment in [segment for segment in segments if segment.mirrored]:  # of its own ranks it has all
@@ -65,6 +65,14 @@ class Extending(Bringing):
                 means.mapped.drop(self._segments[rank].id)
             self._store.extended(self._job, version, whole)
             means.service.settle()
+
+    async def _known(self) -> Needs | None:
+        """What is here; None: a daemon before this one has brought it, for readers that are gone."""
+        planner, covers = self._means.planner, self._before.covers
+        here = planner.by_digest(self._before.digest)
+        if here is None and planner.known(covers) == covers:
+            here = await planner.needs(self._published, covers)
+        return here if here is not None and here.digest == self._before.digest else None
 
     def _tables(self, needs: Needs) -> dict[int, Ranges]:
         """The tables of checksums that came with these."""

@@ -97,7 +97,7 @@ class Bringing:
         self._job, self._mirror = job, mirror
         self._key, self._listed = key, listing
         self._subject = Subject(job.name, *key, listing.attempt)
-        self._readers = means.planner.known(readers)
+        self._readers = readers
         self._published = Published(
             tuple(listing.pieces[rank][0] for rank in sorted(listing.pieces)),
             frozenset(rank for rank, (_, _, summed) in listing.pieces.items() if summed),
@@ -157,6 +157,7 @@ class Bringing:
                 manifests.enter_context(self._means.service.shelf.arriving(digest))
             await self._get_manifests()
             self.phase = "a plan of what is read here"
+            self._readers = self._means.planner.known(self._readers)
             self._needs = await self._means.planner.needs(self._published, self._readers)
             await self._bring(self._needs)
 

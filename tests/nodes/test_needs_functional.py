@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,6 +44,9 @@ def test_worker_of_a_tp_engine_costs_its_node_what_it_reads(folder: Path, forks:
             assert HALF <= sent(cluster["a"]) - before <= limit
         assert parts(cluster["b"]).keys() == {2, 3}
         assert texts(cluster["b"], "failed") == []
+        command = [sys.executable, "-m", "awexd.ctl", "status", "--socket", cluster["b"].socket]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert re.search(r"of 1\.3 here: [\d.]+ MiB that are read here \(of 32\.0 MiB\)", shown), shown
 
 
 def test_workers_of_an_engine_that_is_all_here_are_one_fetch(folder: Path, forks: Forks) -> None:
@@ -111,6 +117,7 @@ def test_daemon_that_restarts_knows_what_it_has(folder: Path, forks: Forks) -> N
         assert parts(cluster["b"]).keys() == {1}
         late = reader_on(cluster["b"], other, 1, engine="late")
         update(late, 1)
+        assert sent(cluster["a"]) <= 1.01 * BYTES
         update(first, 1)
         cluster["b"].kill()
         cluster["b"].start()
