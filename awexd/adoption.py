@@ -10,10 +10,12 @@ from typing import Any
 from awexd.manifests import is_body
 from awexd.memory import Found, Memory
 from awexd.store import Segment, Store, Version, parking
-from awexd.store.model import Job, ParcelState, SegmentState, VersionKey
+from awexd.store.model import Job, ParcelState, Part, SegmentState, VersionKey
 from awexd_transports.layout import digest_of
 from awexd_transports.segment import HEADER_BYTES
 
+NAMED_READERS = 24
+"""Manifests that a header has room for."""
 _log = logging.getLogger(__name__)
 
 
@@ -61,9 +63,17 @@ def adopt(store: Store, memory: Memory, jobs: Iterable[Job], manifests: Mapping[
 
 
 def header_of(
-    job: Job, segment: Segment, key: VersionKey, attempt: int, *, world_size: int, checksums: bool
+    job: Job,
+    segment: Segment,
+    key: VersionKey,
+    attempt: int,
+    *,
+    world_size: int,
+    checksums: bool,
+    part: Part | None = None,
 ) -> dict[str, Any]:
     """What the header of a complete segment says, so that it is found again."""
+    covers = sorted(part.covers) if part is not None and len(part.covers) <= NAMED_READERS else []
     return {
         "job": job.name,
         "owner_uid": job.owner_uid,
@@ -78,6 +88,7 @@ def header_of(
         "mirrored": segment.mirrored,
         "size": HEADER_BYTES + segment.nbytes,
         "state": str(SegmentState.SEALED),
+        "part": [part.digest, part.nbytes, covers] if part is not None else None,
     }
 
 
@@ -100,6 +111,9 @@ def _problem(segments: list[Found], manifests: set[str], part: bool) -> str:
     ranks = sorted(found.header["rank"] for found in segments)
     if ranks != list(range(size)) and not part:
         return f"of {size} ranks it has {ranks}"
+    found = _part(segments)
+    if found is not None and not found.covers:
+        return f"a part of it, for more readers than {NAMED_READERS}"
     unknown = [found.header["digest"] for found in segments if found.header["digest"] not in manifests]
     return f"manifest {unknown[0][:12]} is lost" if unknown else ""
 
@@ -136,8 +150,18 @@ def _adopt_version(
         nbytes=sum(segment.nbytes for segment in segments),
         partial=part,
         unsure=part,
+        part=_part(found),
     )
     store.adopt(job, version, segments)
     if part:
         store.spread(job)
     _log.info("job %s: %s adopted", name, version)
+
+
+def _part(segments: Iterable[Found]) -> Part | None:
+    """The largest of those that a version's fetched segments tell of: it was all here when the first was told."""
+    told: list[Any] = [found.header.get("part") for found in segments if found.header.get("mirrored")]
+    if None in told or not told:
+        return None
+    digest, nbytes, covers = max(told, key=lambda part: int(part[1]))
+    return Part(digest, frozenset(covers), nbytes)

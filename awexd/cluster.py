@@ -106,7 +106,8 @@ def _job_lines(job: Answer) -> list[str]:
     for version in job["pieces"]:
         count = version["world_size"]
         held = ", ".join(
-            node if len(ranks) == count else f"{node} ({len(ranks)} of {count} ranks)"
+            (node if len(ranks) == count else f"{node} ({len(ranks)} of {count} ranks)")
+            + (" in part" if node in version["parts"] else "")
             for node, ranks in version["holders"].items()
         )
         lines.append(f"  version {version['epoch']}.{version['step']} held by: {held or 'nobody'}")

@@ -262,14 +262,22 @@ def _elsewhere(told: Answer | None) -> list[str]:
     lines = [f"  trainer on {', '.join(told['trainer_on']) or 'no node'}; route {told['route']}"]
     if fetching := told["fetching"]:
         epoch, step = fetching["version"]
-        come, whole, rate = (_size(fetching[key]) for key in ("here_bytes", "bytes", "bytes_per_second"))
-        lines.append(f"  fetching {epoch}.{step}: {come} of {whole}, {rate}/s, from {', '.join(fetching['sources'])}")
+        come, rate = (_size(fetching[key]) for key in ("here_bytes", "bytes_per_second"))
+        sources = ", ".join(fetching["sources"])
+        lines.append(f"  fetching {epoch}.{step}: {come} of {_needed(fetching)}, {rate}/s, from {sources}")
+    lines += [f"  of {part['version'][0]}.{part['version'][1]} here: {_needed(part)}" for part in told["parts"]]
     return [*lines, f"  waits for {told['waits_for']}"]
 
 
 def _route(route: Answer) -> str:
     rate = "rate not measured" if route["bytes_per_second"] is None else f"{_size(route['bytes_per_second'])}/s"
     return f"route from node {route['node']}: {route['transport']}, {rate}, since {ago(route['since'])}: {route['why']}"
+
+
+def _needed(told: Answer) -> str:
+    """Bytes that are read on this node, of those of a version."""
+    some, whole = told["bytes"], told["version_bytes"]
+    return _size(some) if some == whole else f"{_size(some)} that are read here (of {_size(whole)})"
 
 
 def _phase(gpu: Answer) -> list[str]:

@@ -31,7 +31,7 @@ from awexd.placement import preferring
 from awexd_transports.errors import BudgetExceeded, IntegrityError
 from awexd_transports.segment import HEADER_BYTES, MAGIC
 
-FORMAT = 2
+FORMAT = 3
 """Raised whenever what a segment holds means something else; segments of another format are unlinked, not adopted."""
 
 _PREFIX = struct.Struct("<8sII16s")

@@ -463,7 +463,7 @@ def _report_of(body: Body) -> Report:
 
 def _held(one: Body) -> Held:
     pieces = {rank: Piece(*piece) for rank, piece in _by_rank(one["pieces"]).items()}
-    return Held((one["epoch"], one["step"]), one["attempt"], pieces)
+    return Held((one["epoch"], one["step"]), one["attempt"], pieces, one["parts"], frozenset(one["whole"]))
 
 
 def _is_loopback(host: str) -> bool:

@@ -82,6 +82,7 @@ class Version:
         holders: which ranks' pieces each node has.
         fetching: nodes that bring it to themselves, in the order in which they began: one may serve those after it.
         parts: what each node has or brings of its ranks, where that is not all; such a node serves only its like.
+        whole: ranks of which each node has all, whatever its ``parts``.
         asked: bytes that tickets were given for, by the node to fetch from.
     """
 
@@ -92,6 +93,7 @@ class Version:
     holders: dict[str, frozenset[int]] = field(default_factory=dict)
     fetching: dict[str, int] = field(default_factory=dict)
     parts: dict[str, str] = field(default_factory=dict)
+    whole: dict[str, frozenset[int]] = field(default_factory=dict)
     asked: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -113,11 +115,13 @@ class Grant(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a node says it holds of a version."""
+    """What a node says it holds of a version: all, or of the ranks that are not ``whole`` only ``parts``."""
 
     key: VersionKey
     attempt: int
     pieces: Mapping[int, Piece]
+    parts: str | None = None
+    whole: frozenset[int] = frozenset()
 
 
 class Report(NamedTuple):

@@ -148,6 +148,7 @@ class State:
             version.holders.pop(node, None)
             version.fetching.pop(node, None)
             version.parts.pop(node, None)
+            version.whole.pop(node, None)
         writing.trim(job)
         self.touched.add(job.name)
 
@@ -235,12 +236,18 @@ class State:
             if version.holders.get(node) != ranks:
                 version.holders[node] = ranks
                 self.touched.add(job.name)
+            version.whole[node] = ranks if held.parts is None else ranks & held.whole
+            if held.parts is not None and version.parts.get(node) != held.parts:
+                version.parts[node] = held.parts
+                self.touched.add(job.name)
         for key, version in job.versions.items():
             if key not in holds and version.holders.pop(node, None) is not None:
                 self.touched.add(job.name)
             if len(version.holders.get(node, ())) == version.world_size or key not in report.fetching:
                 version.fetching.pop(node, None)
-            if key not in holds and node not in version.fetching:
+            if key not in holds:
+                version.whole.pop(node, None)
+            if node not in version.fetching and (key not in holds or holds[key].parts is None):
                 version.parts.pop(node, None)
         writing.trim(job)
         return refused
@@ -466,10 +473,11 @@ class State:
     ) -> dict[str, Collection[int]]:
         """Other nodes that may be asked for a version, and for which ranks."""
         has: dict[str, Collection[int]] = {**version.holders, **dict.fromkeys(earlier, range(version.world_size))}
+        alike = {node for node in has if version.parts.get(node, parts) == parts}
         return {
-            node: ranks
+            node: ranks if node in alike else version.whole.get(node, ())
             for node, ranks in has.items()
-            if node != name and self.nodes[node].address and version.parts.get(node, parts) == parts
+            if node != name and self.nodes[node].address
         }
 
     def _grant(

@@ -62,6 +62,7 @@ def view(job: Job) -> dict[str, Any]:
                 "bytes": version.nbytes,
                 "pieces": [[rank, *piece] for rank, piece in sorted(version.pieces.items())],
                 "fetching": list(version.fetching),
+                "parts": dict(sorted(version.parts.items())),
                 "holders": {node: sorted(ranks) for node, ranks in sorted(version.holders.items())},
             }
             for version in job.listed()

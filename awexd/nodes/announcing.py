@@ -22,7 +22,7 @@ from awexd.background import Signals
 from awexd.config import Settings
 from awexd.nodes.metaclient import MetaClient, tls_context, token_for
 from awexd.service import Service
-from awexd.store.model import Engine, Job, VersionKey
+from awexd.store.model import Engine, Job, Version, VersionKey
 from awexd.tickets import KEY_BYTES
 from awexd_transports.base import Admission
 from awexd_transports.errors import AwexdError, BudgetExceeded, DaemonUnavailable, DeadlineExceeded
@@ -32,6 +32,7 @@ RENEWALS = 3
 BACKOFF_SECONDS = (0.1, 5.0)
 LEAVE_SECONDS = 2.0
 NOT_YET = "not announced yet"
+UNSERVED = "0"
 _TRANSIENT = (DaemonUnavailable, DeadlineExceeded)
 _log = logging.getLogger(__name__)
 
@@ -259,6 +260,8 @@ def report_of(job: Job) -> dict[str, Any]:
                 "step": version.key[1],
                 "attempt": version.attempt,
                 "pieces": [[one.rank, one.digest, one.nbytes, one.checksums] for one in held],
+                "parts": _parts(version),
+                "whole": [one.rank for one in held if not one.mirrored] if version.part is not None else [],
             }
             for version, held in zip(versions, segments, strict=True)
         ],
@@ -272,6 +275,13 @@ def _waiting(job: Job) -> list[int]:
     """Ranks of which the MetaServer knows by nothing else."""
     writers = job.pending.writers if job.pending is not None else {}
     return sorted(rank for rank, writer in writers.items() if job.joined is None or writer.refused is not None)
+
+
+def _parts(version: Version) -> str | None:
+    """What is served of it; of a part that an earlier daemon has left, nothing, which nobody else has too."""
+    if version.part is None:
+        return None
+    return version.part.digest if version.served else UNSERVED
 
 
 def _engine(engine: Engine) -> dict[str, Any]:

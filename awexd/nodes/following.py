@@ -15,11 +15,13 @@ from typing import Any
 
 from awexd import access
 from awexd.nodes.announcing import Announcer
+from awexd.nodes.extending import Extending
 from awexd.nodes.joining import Joining
 from awexd.nodes.looking import arrives, look
 from awexd.nodes.mapped import Mapped
 from awexd.nodes.metaclient import MetaClient
 from awexd.nodes.mirroring import Bringing, Means
+from awexd.nodes.needs import Planner, Readers
 from awexd.nodes.routes import Routes
 from awexd.nodes.serving import Serving
 from awexd.nodes.watching import Watching
@@ -78,6 +80,11 @@ class Following:
             "waits_for": job.mirror.doing() if follow is not None else "an engine here",
             "problem": (follow.problem or (job.joined.problem if job.joined else None) or None) if follow else None,
             "fetching": bringing.status() if bringing is not None else None,
+            "parts": [
+                {"version": list(version.key), "bytes": version.part.nbytes, "version_bytes": version.nbytes}
+                for version in job.held()
+                if version.part is not None
+            ],
         }
 
     async def run(self) -> None:
@@ -90,7 +97,10 @@ class Following:
             self._announcer.client(connections=1) as watcher,
             asyncio.TaskGroup() as group,
         ):
-            means = Means(self._service, self._announcer, client, self._routes, self._mapped, self._serving, {})
+            planner = Planner(self._service.shelf)
+            means = Means(
+                self._service, self._announcer, client, self._routes, self._mapped, self._serving, {}, planner
+            )
             watching, self._client = Watching(watcher), client
             group.create_task(watching.run())
             self._wake.set()
@@ -172,11 +182,13 @@ class Follow:
         self._fetch: asyncio.Task[None] | None = None
         self._leaving: asyncio.TimerHandle | None = None
         self._rested = self._pause = False
+        self._readers = Readers(job)
         self._seen: tuple[str, dict[str, Any]] | None = None
         self.joining = Joining(means.service, means.announcer, means.client, job)
 
     def look(self) -> None:
         """The job has changed here."""
+        self._readers.look()
         if self._fetch is not None and self.bringing is not None and not self.bringing.good:
             self._fetch.cancel()
         self._wake.set()
@@ -380,12 +392,21 @@ class Follow:
             if key is None or mirror is None:
                 await self._wake.wait()
                 continue
+            readers = self._readers.look()
+            if settles := self._readers.settles():
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(settles):
+                        await self._wake.wait()
+                continue
             mirror.failed.pop(key, None)
             self._pause = False
             mirror.fetching = key
             self._store.touched.add(self.job.name)  # the MetaServer is told
             self._service.settle()
-            self.bringing = Bringing(self._means, self.job, mirror, key, mirror.listed[key])
+            more = self._means, self.job, mirror, key, mirror.listed[key], readers
+            version = self.job.versions.get(key)
+            part = version.part if version is not None else None
+            self.bringing = Extending(*more, version, part) if version and part else Bringing(*more)
             self._fetch = group.create_task(self._one(mirror, key, self.bringing))
             try:
                 await asyncio.wait([self._fetch])
@@ -432,9 +453,21 @@ class Follow:
         for step in mirror.asked:
             if (job.epoch, step) in mirror.listed and missing((job.epoch, step)):
                 return job.epoch, step
+        for key in mirror.lacking:
+            if self._lacks(job, key):
+                return key
         newest = max((key for key in mirror.listed if missing(key)), default=NOTHING)
         held = max((version.key for version in job.held()), default=NOTHING)
-        return newest if newest > held else None
+        return newest if newest > held else held if self._lacks(job, held) else None
+
+    @staticmethod
+    def _lacks(job: Job, key: VersionKey) -> bool:
+        """Whether a part of that version is here, more is to be had, and somebody here reads more."""
+        version, listing = job.versions.get(key), job.mirror.listed.get(key) if job.mirror is not None else None
+        if version is None or version.withdrawn or listing is None or listing.attempt != version.attempt:
+            return False
+        workers = (worker for engine in job.engines.values() for worker in engine.workers.values())
+        return bool(listing.pieces) and any(not worker.finds(version) for worker in workers)
 
 
 def _listing(row: dict[str, Any], here: str) -> Listing:
@@ -444,5 +477,6 @@ def _listing(row: dict[str, Any], here: str) -> Listing:
     whole = set(range(int(row["world_size"])))
     if pieces.keys() != whole:  # after its restart, the MetaServer has yet to be told
         pieces = {}
-    holders = tuple(node for node, ranks in row["holders"].items() if set(ranks) == whole and node != here)
+    some = {here, *row["parts"]}
+    holders = tuple(node for node, ranks in row["holders"].items() if set(ranks) == whole and node not in some)
     return Listing(int(row["attempt"]), pieces, holders)

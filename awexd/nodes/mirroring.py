@@ -7,6 +7,7 @@ import contextlib
 import logging
 import random
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from awexd.adoption import header_of
 from awexd.nodes.announcing import Announcer
 from awexd.nodes.mapped import Mapped
 from awexd.nodes.metaclient import MetaClient
+from awexd.nodes.needs import Planner, Published
 from awexd.nodes.routes import Routes
 from awexd.nodes.serving import Serving
 from awexd.peers.cells import Cells
@@ -23,8 +25,8 @@ from awexd.peers.settings import PeerSettings
 from awexd.peers.threads import in_thread
 from awexd.service import Service
 from awexd.store import Segment, Version, Wait
-from awexd.store.model import Job, Listing, Mirror, VersionKey
-from awexd_transports.base import Memory, Source, Subject
+from awexd.store.model import Job, Listing, Mirror, Part, VersionKey
+from awexd_transports.base import Memory, Piece, Source, Subject
 from awexd_transports.errors import (
     AwexdError,
     DaemonUnavailable,
@@ -34,6 +36,7 @@ from awexd_transports.errors import (
     VersionUnavailable,
 )
 from awexd_transports.layout import Manifest
+from awexd_transports.needs import Need, Needs
 from awexd_transports.ranges import Ranges
 from awexd_transports.segment import segment_nbytes
 
@@ -67,23 +70,42 @@ class Means:
     serving: Serving | None
     known: dict[str, Known]
     """By manifest; kept for the next version."""
+    planner: Planner
 
 
 class Bringing:
-    """One version on its way here. ``run`` once.
+    """What the readers here need of one version, on its way here. ``run`` once.
+
+    Args:
+        readers: the manifests of those that count.
 
     Attributes:
         sources: the nodes that it comes from now.
         phase: what is waited for, for people.
     """
 
-    def __init__(self, means: Means, job: Job, mirror: Mirror, key: VersionKey, listing: Listing) -> None:
+    def __init__(
+        self,
+        means: Means,
+        job: Job,
+        mirror: Mirror,
+        key: VersionKey,
+        listing: Listing,
+        readers: frozenset[str],
+    ) -> None:
         self._means = means
         self._store = means.service.store
         self._job, self._mirror = job, mirror
         self._key, self._listed = key, listing
         self._subject = Subject(job.name, *key, listing.attempt)
+        self._readers = readers
+        self._published = Published(
+            tuple(listing.pieces[rank][0] for rank in sorted(listing.pieces)),
+            frozenset(rank for rank, (_, _, summed) in listing.pieces.items() if summed),
+        )
         self._segments: dict[int, Segment] = {}
+        self._needs: Needs | None = None
+        self._wanted = listing.nbytes
         own = job.versions.get(key)
         self._own = own if own is not None and own.partial else None
         """Where ranks of this node are among the writers: what is here of it already."""
@@ -99,20 +121,24 @@ class Bringing:
     @property
     def here(self) -> int:
         """Bytes that are here and right."""
-        if self._fetcher is not None:
-            return self._listed.nbytes - self._fetcher.left
-        return sum(segment.nbytes for segment in self._here.values())
+        return self._wanted - self._fetcher.left if self._fetcher else 0
 
     def doing(self) -> str:
         """For a waiter's error."""
-        amount = f"{self.here} of {self._listed.nbytes} bytes of step {self._key[1]} are here"
+        amount = f"{self.here} of {self._amount()} of step {self._key[1]} are here"
         return f"{amount}; waiting for {self.phase}"
+
+    def _amount(self) -> str:
+        """What is wanted, for people."""
+        part = self._wanted < self._listed.nbytes
+        return f"{self._wanted} bytes" + (f" (of {self._listed.nbytes}) that are needed" if part else "")
 
     def status(self) -> dict[str, Any]:
         seconds = max(1e-6, time.monotonic() - self._began)
         return {
             "version": list(self._key),
-            "bytes": self._listed.nbytes,
+            "bytes": self._wanted,
+            "version_bytes": self._listed.nbytes,
             "here_bytes": self.here,
             "bytes_per_second": int(self.here / seconds),
             "sources": list(self.sources),
@@ -131,16 +157,19 @@ class Bringing:
             for digest, _, _ in self._listed.pieces.values():  # nothing may name them before all is here
                 manifests.enter_context(self._means.service.shelf.arriving(digest))
             await self._get_manifests()
-            await self._bring()
+            self.phase = "a plan of what is read here"
+            self._readers = self._means.planner.known(self._readers)
+            self._needs = await self._means.planner.needs(self._published, self._readers)
+            await self._bring(self._needs)
 
-    async def _bring(self) -> None:
+    async def _bring(self, needs: Needs) -> None:
         memories: dict[int, Memory] = {}
         try:
             self.phase = "shared memory on this node"
             for rank in sorted(self._listed.pieces.keys() - self._here.keys()):
                 self._segments[rank] = segment = await self._slot(rank)
                 memories[rank] = self._means.mapped.use(segment)
-            await self._fetch(memories)
+            await self._fetch(needs, memories)
         finally:
             for segment in self._segments.values():
                 if segment.rank in memories:
@@ -214,16 +243,17 @@ class Bringing:
             why = "it is held nowhere else any more" if self.good else "it is good for nobody here any more"
             raise VersionConflict(f"{_named(self._key)}, {self.here} of {self._listed.nbytes} bytes of it here: {why}")
 
-    async def _fetch(self, memories: dict[int, Memory]) -> None:
+    async def _fetch(self, needs: Needs, memories: dict[int, Memory]) -> None:
         means, offer = self._means, None
         ranks = self._segments
         if means.serving is not None:
             offer = means.serving.begin(self._job, self._subject, ranks)
         version: Version | None = None
         try:
-            await self._all(memories, offer)
+            wanted = {rank: need for rank, need in needs.ranks.items() if rank in self._segments}
+            await self._all(wanted, memories, {}, offer)
             self._check_wanted(whole=True)
-            version = self._commit()
+            version = self._commit(self._part(needs))
             if offer is not None and means.serving is not None:
                 means.serving.keep(self._job, version, offer)
             means.service.settle()
@@ -231,13 +261,25 @@ class Bringing:
             if version is None and offer is not None and means.serving is not None:
                 await means.serving.give_up(offer, ranks)
 
-    async def _all(self, memories: dict[int, Memory], offer: Offered | None) -> None:
-        """Every byte, from one source after the other until it is there."""
-        pieces = {rank: piece for rank, piece in self._listed.pieces.items() if rank not in self._here}
+    def _part(self, needs: Needs) -> Part | None:
+        """What will be here."""
+        own = sum(segment.nbytes for segment in self._here.values())
+        return None if needs.digest is None else Part(needs.digest, self._readers, self._wanted + own)
+
+    async def _all(
+        self,
+        wanted: Mapping[int, Need],
+        memories: dict[int, Memory],
+        here: Mapping[int, Ranges],
+        offer: Offered | None,
+    ) -> None:
+        """Every byte that is wanted, and not here, from one source after the other until it is there."""
+        pieces = self._listed.pieces
+        rows = {rank: rows_of(rank, need) for rank, need in wanted.items()}
         self._fetcher = fetcher = Fetcher(
             self._means.transport,
             self._subject,
-            {rank: Ranges([(0, nbytes)]) for rank, (_, nbytes, _) in pieces.items()},
+            {rank: need.ranges for rank, need in wanted.items()},
             memories,
             cells={
                 rank: cells
@@ -245,13 +287,21 @@ class Bringing:
                 if summed and (cells := self._means.known[digest].cells) is not None
             },
             arrived=offer.extend if offer is not None else _ignore,
+            rows=rows,
+            rows_arrived=offer.extend_rows if offer is not None else _ignore_rows,
+            here=here,
             settings=PEERS,
         )
+        self._wanted = fetcher.left
+        if offer is not None:
+            ranges = {rank: Ranges([(0, segment.nbytes)]) for rank, segment in self._here.items()}
+            ranges |= {rank: fetcher.wanted(rank) for rank in wanted}
+            offer.promise(ranges, [piece for some in rows.values() for piece in some])
         avoid: set[str] = set()
         pause, before = BACKOFF_SECONDS[0], fetcher.left
         while fetcher.left:
             try:
-                sources = await self._sources([rank for rank in pieces if fetcher.left_of(rank)], avoid)
+                sources = await self._sources([rank for rank in wanted if fetcher.left_of(rank)], avoid)
                 self._announce(sources)
                 await fetcher.run(sources, RUN_SECONDS)
             except AwexdError as error:
@@ -288,7 +338,7 @@ class Bringing:
             "source": None,
             "avoid": sorted(avoid)[:64],
             "ranks": ranks,
-            "parts": None,
+            "parts": self._needs.digest if self._needs else None,
         }
         answer = await self._means.client.call("POST", f"/v1/jobs/{self._job.name}/tickets", body)
         try:
@@ -309,8 +359,7 @@ class Bringing:
         self.phase = f"bytes from {named} by {self._means.transport.name}"
         if not self._introduced:
             self._introduced = True
-            nbytes = self._fetcher.left if self._fetcher else 0
-            text = f"{_named(self._key)}: {nbytes} bytes from {named}"
+            text = f"{_named(self._key)}: {self._amount()} from {named}"
             self._means.service.note("fetching", self._job.name, text, logging.DEBUG)
             self._means.service.settle()
 
@@ -326,24 +375,29 @@ class Bringing:
             self._means.service.note("failed", self._job.name, text, logging.WARNING)
             self._means.service.settle()
 
-    def _commit(self) -> Version:
+    def _commit(self, part: Part | None) -> Version:
         """Headers, then the store: one that dies in between adopts it if all were sealed, and nothing of it if not."""
-        job, listed, memory = self._job, self._listed, self._means.service.memory
+        job, listed = self._job, self._listed
         every = self._segments | self._here
         segments = [every[rank] for rank in range(len(every))]
-        size = len(segments)
-        for segment in self._segments.values():
-            header = header_of(job, segment, self._key, listed.attempt, world_size=size, checksums=segment.checksums)
-            memory.seal(segment.id, header)
-        version = self._store.commit_mirrored(job, self._key, listed.attempt, segments)
+        self._seal(self._segments.values(), len(every), part)
+        version = self._store.commit_mirrored(job, self._key, listed.attempt, segments, part)
         self._means.service.records.save_soon(job)
+        self._fetched(f"{version} fetched")
+        return version
+
+    def _seal(self, segments: Iterable[Segment], size: int, part: Part | None) -> None:
+        where = self._key, self._listed.attempt
+        for one in segments:
+            header = header_of(self._job, one, *where, world_size=size, checksums=one.checksums, part=part)
+            self._means.service.memory.seal(one.id, header)
+
+    def _fetched(self, what: str) -> None:
         seconds = time.monotonic() - self._began
         delivered = self._fetcher.delivered if self._fetcher else {}
         sources = ", ".join(f"{nbytes} from {node}" for node, nbytes in sorted(delivered.items()))
-        fetched = sum(segment.nbytes for segment in self._segments.values())
-        text = f"{version} fetched: {fetched} bytes in {seconds:.3f} s ({sources})"
-        self._means.service.note("fetched", job.name, text, logging.DEBUG)
-        return version
+        text = f"{what}: {self._amount()} in {seconds:.3f} s ({sources})"
+        self._means.service.note("fetched", self._job.name, text, logging.DEBUG)
 
 
 def _known(body: bytes, checksums: bool) -> Known:
@@ -355,5 +409,14 @@ def _named(key: VersionKey) -> str:
     return f"epoch {key[0]} step {key[1]}"
 
 
+def rows_of(rank: int, need: Need) -> list[Piece]:
+    """The strips, as a transport moves them."""
+    return [Piece(rank, *strip) for strip in need.strips]
+
+
 def _ignore(rank: int, start: int, end: int) -> None:
+    """Nobody is served from here."""
+
+
+def _ignore_rows(piece: Piece) -> None:
     """Nobody is served from here."""

@@ -14,8 +14,9 @@ from awexd.peers.server import TcpServer
 from awexd.service import Service
 from awexd.store import Segment, Version
 from awexd.store.model import Job
-from awexd_transports.base import Memory, Subject
+from awexd_transports.base import Memory, Piece, Subject
 from awexd_transports.errors import AwexdError
+from awexd_transports.ranges import Ranges
 
 WITHDRAWN_SECONDS = 1.0
 """For the pieces under way of a version that was rolled back or dropped, which nobody may finish."""
@@ -64,7 +65,8 @@ class Serving:
                     self._end(name, subject, one)
             if job is not None:
                 for subject, version in wanted.items():
-                    if subject not in self._served.get(name, {}):
+                    # What exactly is here of a part is known to who has brought it.
+                    if version.part is None and subject not in self._served.get(name, {}):
                         self._offer(job, subject, version)
 
     def begin(self, job: Job, subject: Subject, segments: Mapping[int, Segment]) -> Offered:
@@ -88,6 +90,18 @@ class Serving:
         """It is whole now, and committed here."""
         self._store.serve(version)
         self._served.setdefault(job.name, {})[offer.subject] = Served(job, version, offer)
+
+    def extend(self, job: Job, version: Version, ranges: Mapping[int, Ranges], rows: Collection[Piece]) -> None:
+        """Of a version of which a part is served, all of this is here now."""
+        served = self._served.get(job.name, {}).get(_subject(job.name, version))
+        if served is None:
+            return
+        for rank, there in ranges.items():
+            for start, end in there:
+                served.offer.extend(rank, start, end)
+        for piece in rows:
+            served.offer.extend_rows(piece)
+        served.offer.promise(ranges, rows)
 
     async def give_up(self, offer: Offered, segments: Mapping[int, Segment]) -> None:
         """It will not be whole. What of it is this node's own is offered again."""

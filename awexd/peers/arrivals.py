@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from awexd.peers.cells import Cells, Checked
 from awexd.peers.threads import in_thread
@@ -13,6 +13,8 @@ from awexd_transports.ranges import Ranges
 
 Arrived = Callable[[int, int, int], None]
 """Called with rank, start and end of bytes that are there and right; each byte once."""
+RowsArrived = Callable[[Piece], None]
+"""The same of pieces of several rows."""
 
 
 class Arrivals:
@@ -21,29 +23,47 @@ class Arrivals:
     Args:
         wanted: with ``cells``, rounded to whole cells, and with their table.
         cells: the rank's checksums; None: there are none, or they are not to be compared.
+        rows: what is wanted beside that, each as it is: whole cells.
+        here: what is there already, and right.
     """
 
-    def __init__(self, rank: int, wanted: Ranges, memory: Memory, cells: Cells | None, arrived: Arrived) -> None:
+    def __init__(
+        self,
+        rank: int,
+        wanted: Ranges,
+        memory: Memory,
+        cells: Cells | None,
+        arrived: Arrived,
+        rows: Iterable[Piece] = (),
+        rows_arrived: RowsArrived = lambda piece: None,
+        here: Ranges | None = None,
+    ) -> None:
         self.rank, self.memory = rank, memory
-        self._cells, self._arrived = cells, arrived
+        self._cells, self._arrived, self._rows_arrived = cells, arrived, rows_arrived
         self.wanted = wanted.copy()
-        if cells is not None and wanted:
+        self.rows = {piece: cells.across(piece) if cells else [] for piece in rows}
+        self._rows_of = {tile: piece for piece, tiles in self.rows.items() for tile in tiles}
+        self._rows_here: dict[Piece, str] = {}
+        self._rows_right: set[Piece] = set()
+        if cells is not None and (wanted or self.rows):
             for start, end in wanted:
                 self.wanted.add(*cells.whole(start, end))
             self.wanted.add(*cells.table)
-        if any(end > memory.nbytes for _, end in self.wanted):
+        if any(end > memory.nbytes for _, end in self.wanted) or any(piece.end > memory.nbytes for piece in self.rows):
             raise InvalidArgument(f"rank {rank}: more is wanted than its memory of {memory.nbytes} bytes holds")
-        self._here, self.right = Ranges(), Ranges()
+        self._here, self.right = Ranges(), here.copy() if here is not None else Ranges()
         self._of: dict[str, Ranges] = {}
         self._turn = asyncio.Lock()
-        self.left = self.wanted.total
+        missing = (high - low for start, end in self.wanted for low, high in self.right.missing(start, end))
+        self.left = sum(missing) + sum(piece.nbytes for piece in self.rows)
 
     def pieces(self) -> Iterator[tuple[Piece, bool]]:
         """What is not known to be right, as pieces of any length; and whether the others need it first.
 
         All of it is fetched anew: what came before and was not compared must not be taken for what will come.
         """
-        self._here = self.right.copy()
+        self._here, self._rows_here = self.right.copy(), {}
+        yield from ((piece, False) for piece in self.rows if piece not in self._rows_right)
         table = self._cells.table if self._cells else (self.memory.nbytes, self.memory.nbytes)
         for start, end in self.wanted:
             for low, high in self.right.missing(start, end):
@@ -59,6 +79,12 @@ class Arrivals:
 
     async def take(self, piece: Piece, node: str) -> list[Checked]:
         """The piece is here, from that node. Returns the tiles that turn out wrong: they are wanted again."""
+        if piece in self.rows:
+            self._rows_here[piece] = node
+            if self._cells is not None and not self.right.covers(*self._cells.table):
+                return []
+            async with self._turn:
+                return await self._compare_rows([piece])
         self._here.add(piece.offset, piece.end)
         for held in self._of.values():
             held.remove(piece.offset, piece.end)
@@ -77,14 +103,18 @@ class Arrivals:
         else:
             start, end = piece.offset, piece.end
         async with self._turn:
-            return await self._compare(self._cells, start, end)
+            wrong = await self._compare(self._cells, start, end)
+            waited = [] if self.has_cells(piece) else list(self._rows_here)
+            return wrong + (await self._compare_rows(waited) if waited else [])
 
     def again(self, tile: Checked) -> Piece:
         """Wrong bytes, as a piece."""
-        return Piece(self.rank, tile.start, tile.end - tile.start)
+        return self._rows_of.get(tile) or Piece(self.rank, tile.start, tile.end - tile.start)
 
     def came_from(self, tile: Checked) -> list[str]:
         """The nodes that its bytes came from last."""
+        if tile in self._rows_of:
+            return [self._rows_here[self._rows_of[tile]]]
         return [node for node, held in self._of.items() if any(held.within(tile.start, tile.end))]
 
     def names(self, tile: Checked) -> str:
@@ -110,6 +140,21 @@ class Arrivals:
                 right.add(tile.start, tile.end)
         for low, high in right:
             self._good(low, high)
+        return wrong
+
+    async def _compare_rows(self, pieces: Iterable[Piece]) -> list[Checked]:
+        """The first wrong tile of each."""
+        wrong: list[Checked] = []
+        for piece in pieces:
+            if piece in self._rows_right:
+                continue
+            found = await in_thread(self._cells.wrong, self.memory, self.rows[piece]) if self._cells else []
+            if found:
+                wrong.append(found[0])
+            else:
+                self._rows_right.add(piece)
+                self.left -= piece.nbytes
+                self._rows_arrived(piece)
         return wrong
 
     def _good(self, start: int, end: int) -> None:

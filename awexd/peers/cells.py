@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from awexd_transports.base import Memory
+from awexd_transports.base import Memory, Piece
 from awexd_transports.cells import Grid, Tile, grid
 from awexd_transports.digest import digest
 from awexd_transports.dtypes import ITEMSIZE
@@ -49,6 +49,21 @@ class Cells:
         """The bytes between the two, and the rest of the tiles that they are of."""
         found = self.touching(start, end)
         return (min(start, found[0].start), max(end, found[-1].end)) if found else (start, end)
+
+    def across(self, rows: Piece) -> list[Checked]:
+        """The tiles of a piece of several rows, which are whole rows of cells or the same cells of each."""
+        found = []
+        for tile in self.touching(rows.offset, rows.end):
+            entry = self._pieces[tile.piece]
+            size, cells = ITEMSIZE[entry.tensor.dtype], grid(entry.box.shape, ITEMSIZE[entry.tensor.dtype])
+            low = (rows.offset - self._offsets[tile.piece]) % (cells.shape[-1] * size) // size
+            high = low + rows.run // size
+            first, end = low // cells.steps[-1], -(-high // cells.steps[-1])
+            places = (*tile.tile.low[:-1], low), (*tile.tile.high[:-1], high)
+            taken = Tile(tile.tile.cell + first, end - first, *places, *places)
+            right = (cells.shape[-1] - high) * size
+            found.append(Checked(tile.start + low * size, tile.end - right, tile.piece, taken))
+        return found
 
     def wrong(self, memory: Memory, tiles: Iterable[Checked]) -> list[Checked]:
         """Those that do not add up to what the table in ``memory`` says. Blocks, without the GIL."""

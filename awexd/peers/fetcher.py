@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
-from awexd.peers.arrivals import Arrivals, Arrived, wanted_of
+from awexd.peers.arrivals import Arrivals, Arrived, RowsArrived, wanted_of
 from awexd.peers.cells import Cells, Checked
 from awexd.peers.pace import Pace, slowest
 from awexd.peers.pieces import Pieces
@@ -43,6 +43,8 @@ class Fetcher:
             up to whole cells, and their table comes with them. Other ranks' bytes are summed by each source that sends.
         verify: False: neither is done.
         arrived: told of bytes that are there and right.
+        here: by rank, what of it is there already, and right.
+        rows: by rank, pieces of several rows that are wanted beside ``wants``; ``rows_arrived`` is told of those.
 
     Attributes:
         delivered: bytes by source.
@@ -60,14 +62,28 @@ class Fetcher:
         cells: Mapping[int, Cells] | None = None,
         verify: bool = True,
         arrived: Arrived = lambda rank, start, end: None,
+        here: Mapping[int, Ranges] | None = None,
+        rows: Mapping[int, Collection[Piece]] | None = None,
+        rows_arrived: RowsArrived = lambda piece: None,
         settings: PeerSettings | None = None,
     ) -> None:
         wanted_of(wants, memories)
+        rows, here = rows or {}, here or {}
         self._transport, self._subject, self._verify = transport, subject, verify
         self._settings = settings or PeerSettings()
         checked = cells if verify and cells else {}
         self._ranks = {
-            rank: Arrivals(rank, wanted, memories[rank], checked.get(rank), arrived) for rank, wanted in wants.items()
+            rank: Arrivals(
+                rank,
+                wanted,
+                memories[rank],
+                checked.get(rank),
+                arrived,
+                rows.get(rank, ()),
+                rows_arrived,
+                here.get(rank),
+            )
+            for rank, wanted in wants.items()
         }
         self._running = False
         self.delivered: Counter[str] = Counter()
@@ -82,6 +98,10 @@ class Fetcher:
     def left_of(self, rank: int) -> int:
         """Of one rank's."""
         return self._ranks[rank].left
+
+    def wanted(self, rank: int) -> Ranges:
+        """What of that rank is brought, beside rows."""
+        return self._ranks[rank].wanted.copy()
 
     def right(self, rank: int) -> Ranges:
         """What is there and right."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from awexd.peers.link import Link
@@ -28,6 +28,8 @@ class Offered:
             self._arrived = {rank: Ranges([(0, memory.nbytes)]) for rank, memory in memories.items()}
         else:
             self._arrived = {rank: arrived[rank].copy() if rank in arrived else Ranges() for rank in memories}
+        self._rows: set[Piece] = set()
+        self._promised: tuple[dict[int, Ranges], frozenset[Piece]] | None = None
         self._forget = forget
         self._changed = asyncio.Event()
         self._users: dict[asyncio.Task[None], Link] = {}
@@ -44,6 +46,16 @@ class Offered:
 
     def extend(self, rank: int, start: int, end: int) -> None:
         self._arrived[rank].add(start, end)
+        self._change()
+
+    def extend_rows(self, piece: Piece) -> None:
+        self._rows.add(piece)
+        self._change()
+
+    def promise(self, ranges: Mapping[int, Ranges], rows: Iterable[Piece]) -> None:
+        self._promised = {rank: wanted.copy() for rank, wanted in ranges.items()}, frozenset(rows)
+
+    def _change(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -105,16 +117,25 @@ class Offered:
                 self._idle.set()
 
     def check(self, piece: Piece) -> None:
-        """Raises ProtocolError for what is no part of this version."""
+        """
+        Raises:
+            ProtocolError: it is no part of this version.
+            VersionUnavailable: it is one that does not come here.
+        """
         memory = self._memories.get(piece.rank)
         if memory is None or piece.end > memory.nbytes:
             raise ProtocolError(f"{self.subject} has no {piece} here")
+        if self._promised is not None:
+            ranges, rows = self._promised
+            promised = ranges.get(piece.rank)
+            if piece not in rows and (promised is None or not promised.covers(piece.offset, piece.end)):
+                raise VersionUnavailable(f"only a part of {self.subject} is here, without {piece}")
 
     async def arrives(self, piece: Piece, within: float) -> bool:
         """Whether the piece is there, now or within that time."""
         try:
             async with asyncio.timeout(within):
-                while not self._arrived[piece.rank].covers(piece.offset, piece.end):
+                while not (piece in self._rows or self._arrived[piece.rank].covers(piece.offset, piece.end)):
                     await self._changed.wait()
         except TimeoutError:
             return False

@@ -62,7 +62,7 @@ class Pieces:
             self.add(piece, whole=True)
 
     def _cut(self, piece: Piece, whole: bool) -> Iterator[Piece]:
-        if whole and any(source.has(piece) for source in self._sources.values()):
+        if piece.rows > 1 or (whole and any(source.has(piece) for source in self._sources.values())):
             yield piece
             return
         borders = {piece.offset, piece.end}

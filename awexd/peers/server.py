@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from awexd.peers import greeting
 from awexd.peers.link import CHUNK, Link, accepted
 from awexd.peers.offers import Offered
+from awexd.peers.rows import chunks
 from awexd.peers.settings import PeerSettings
 from awexd.peers.sums import Sum
 from awexd.peers.wire import FRAME_BYTES, NOTHING, SUM, Frame, Kind, decode, encode_error
@@ -200,16 +201,19 @@ class TcpServer:
         if not (summed or link.reads_memory):
             try:
                 with memory.view[piece.offset : piece.end] as held:
-                    await link.send(held, stall)
+                    if piece.rows > 1:
+                        await link.send_rows(held, piece.run, piece.stride, stall)
+                    else:
+                        await link.send(held, stall)
             except ConnectionError as error:
                 raise _named(error) from error
             return
         total = Sum(memory.nbytes)
-        for at in range(piece.offset, piece.end, CHUNK):
-            data = memory.read(at, min(CHUNK, piece.end - at))
+        for part in chunks(piece, CHUNK):
+            data = [(start, memory.read(start, end - start)) for start, end in part]
             if summed:
-                await asyncio.to_thread(total.add, data, at)
-            await link.send(data, stall)
+                await asyncio.to_thread(total.add_runs, data)
+            await link.send(b"".join(row for _, row in data), stall)
         if summed:
             await link.send(SUM.pack(total.value), stall)
 

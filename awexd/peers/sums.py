@@ -5,6 +5,8 @@ Keyed by where in the segment the bytes lie, so that right bytes at a wrong plac
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from awexd_transports.digest import MASK, digest
@@ -25,3 +27,8 @@ class Sum:
             held = np.frombuffer(data, np.uint8)
             view = View.packed(held.ctypes.data, held.shape, "uint8", held)
             self.value = (self.value + digest(view, self._shape, (offset,))) & MASK
+
+    def add_runs(self, data: Iterable[tuple[int, bytes]]) -> None:
+        """Several, each with where it begins; blocks likewise."""
+        for start, run in data:
+            self.add(run, start)

@@ -25,7 +25,7 @@ MAX_AGENT = 100
 LENGTH = struct.Struct("<I")
 SUM = struct.Struct("<Q")
 ADDRESS = struct.Struct("<Q")
-_FRAME = struct.Struct("<BBHIQQ")
+_FRAME = struct.Struct("<BBHIQQII")
 FRAME_BYTES = _FRAME.size
 
 
@@ -51,7 +51,7 @@ class Frame(NamedTuple):
     summed: bool = False
 
     def encode(self) -> bytes:
-        return _FRAME.pack(self.kind, self.summed, 0, self.piece.rank, self.piece.offset, self.piece.nbytes)
+        return _FRAME.pack(self.kind, self.summed, 0, *self.piece)
 
 
 NOTHING = Piece(0, 0, 0)
@@ -64,12 +64,14 @@ def decode(frame: bytes | bytearray) -> Frame:
     Raises:
         ProtocolError: it is none.
     """
-    kind, summed, zero, rank, offset, nbytes = _FRAME.unpack(frame)
-    if kind not in Kind.__members__.values() or summed > 1 or zero:
+    kind, summed, zero, rank, offset, nbytes, rows, stride = _FRAME.unpack(frame)
+    alone = rows == 1 and not stride
+    apart = rows > 1 and nbytes and not nbytes % rows and nbytes // rows <= stride
+    if kind not in Kind.__members__.values() or summed > 1 or zero or not (alone or apart):
         raise ProtocolError("a malformed frame")
     if nbytes > _LIMITS.get(kind, MAX_PIECE):
         raise ProtocolError(f"a frame of {nbytes} bytes")
-    return Frame(Kind(kind), Piece(rank, offset, nbytes), bool(summed))
+    return Frame(Kind(kind), Piece(rank, offset, nbytes, rows, stride), bool(summed))
 
 
 def encode_error(error: AwexdError, kind: Kind = Kind.ERROR) -> bytes:

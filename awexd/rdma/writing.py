@@ -10,6 +10,7 @@ from typing import Any
 
 from awexd.peers.link import CHUNK, Link
 from awexd.peers.offers import Offered
+from awexd.peers.rows import chunks
 from awexd.peers.server import HEARTBEAT
 from awexd.peers.settings import PeerSettings
 from awexd.peers.sums import Sum
@@ -136,6 +137,8 @@ class Writes:
             "address": address,
             "agent": self._target[0],
         }
+        if piece.rows > 1:
+            where |= {"rows": piece.rows, "run": piece.run, "stride": piece.stride}
         put = asyncio.ensure_future(region.child.call("put", key=region.key, within=None, progress=progress, **where))
         summing = asyncio.ensure_future(_sum(memory, piece)) if summed else None
         try:
@@ -221,7 +224,6 @@ class Writes:
 
 async def _sum(memory: Memory, piece: Piece) -> int:
     total = Sum(memory.nbytes)
-    for at in range(piece.offset, piece.end, CHUNK):
-        data = memory.read(at, min(CHUNK, piece.end - at))
-        await asyncio.to_thread(total.add, data, at)
+    for part in chunks(piece, CHUNK):
+        await asyncio.to_thread(total.add_runs, [(start, memory.read(start, end - start)) for start, end in part])
     return total.value

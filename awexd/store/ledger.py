@@ -188,4 +188,4 @@ class Ledger:
 
 
 def _in_use(job: Job, version: Version) -> bool:
-    return bool(version.leases) or version.served or version.key in job.pins
+    return bool(version.leases) or version.served or version.extending or version.key in job.pins

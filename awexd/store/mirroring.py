@@ -13,14 +13,16 @@ from awexd.store.model import (
     Job,
     Listing,
     Mirror,
+    Part,
     Segment,
     SegmentState,
     Version,
     VersionKey,
     Wait,
+    Worker,
     set_digest_of,
 )
-from awexd_transports.errors import VersionConflict
+from awexd_transports.errors import VersionConflict, VersionUnavailable
 
 NOTHING: VersionKey = (0, -1)
 """Older than any version."""
@@ -59,6 +61,28 @@ def brought(job: Job, step: int) -> Wait | None:
     return Wait(job.name, lambda: f"step {step} of epoch {job.epoch} to be brought here: {mirror.doing()}")
 
 
+def rest(job: Job, worker: Worker, version: Version) -> Wait:
+    """A wait for what that worker reads of a version of which only a part is here; it is brought here for that.
+
+    Raises:
+        AwexdError: that has failed.
+        VersionUnavailable: no other node has that version any more.
+    """
+    mirror, key = job.mirror, version.key
+    who = f"rank {worker.rank} of engine {worker.engine}"
+    if mirror is not None and key in mirror.failed:
+        raise mirror.failed[key]
+    if mirror is None or (mirror.informed and key not in mirror.listed):
+        raise VersionUnavailable(
+            f"{job.name}: of {version} this node has only what other workers read, without what {who} does, and it is "
+            f"listed nowhere else any more; {job.describe_held()}"
+        )
+    if key not in mirror.lacking:
+        mirror.lacking[key] = None
+        mirror.ask()
+    return Wait(job.name, lambda: f"what {who} reads of {version} to be brought here too: {mirror.doing()}")
+
+
 class Mirroring(Lending, Joining):
     """The operations on mirrored jobs, and on versions that other nodes fetch from here."""
 
@@ -75,7 +99,7 @@ class Mirroring(Lending, Joining):
             if segment.mirrored and segment.state is SegmentState.FREE:
                 self._unlink(job, segment)
         if job.mirror is not None:
-            job.mirror.listed, job.mirror.asked, job.mirror.failed = {}, {}, {}
+            job.mirror.listed, job.mirror.asked, job.mirror.failed, job.mirror.lacking = {}, {}, {}, {}
             if not job.epoch:
                 job.mirror = None
 
@@ -103,6 +127,7 @@ class Mirroring(Lending, Joining):
             job.world_size, job.keep, job.high = world_size, keep, max(job.high, high)
         mirror.nodes, mirror.local, mirror.listed = tuple(sorted(nodes)), local, dict(listed)
         mirror.asked = {step: None for step in mirror.asked if self._may_come(job, step)}
+        mirror.lacking = {key: None for key in mirror.lacking if key in job.versions and key in mirror.listed}
         if before != (job.epoch, job.world_size, job.keep, job.high, mirror.nodes, mirror.listed, True):
             self._settle(job)
         return opened
@@ -141,13 +166,16 @@ class Mirroring(Lending, Joining):
                 self.to_clear.append(segment)
         self._settle(job)
 
-    def commit_mirrored(self, job: Job, key: VersionKey, attempt: int, segments: list[Segment]) -> Version:
-        """Every byte of that version is here: ``segments`` in order of their ranks."""
+    def commit_mirrored(
+        self, job: Job, key: VersionKey, attempt: int, segments: list[Segment], part: Part | None = None
+    ) -> Version:
+        """Every byte of that version is here, or of that part of it: ``segments`` in order of their ranks."""
         for segment in segments:
             segment.state = SegmentState.HELD
         partial = job.versions.get(key)
         if partial is not None:
             self.complete(job, partial, segments)
+            partial.part = part
             if job.mirror is not None:
                 job.mirror.asked.pop(key[1], None)
             self._settle(job)
@@ -161,6 +189,7 @@ class Mirroring(Lending, Joining):
             set_digest=set_digest_of(digests),
             nbytes=sum(segment.nbytes for segment in segments),
             high=job.high,
+            part=part,
         )
         job.endings.commit(attempt, key)
         if key[0] == job.epoch:
@@ -169,6 +198,18 @@ class Mirroring(Lending, Joining):
                 job.mirror.asked.pop(key[1], None)
         self._settle(job)
         return version
+
+    def extend(self, version: Version) -> None:
+        """More of it is brought into its own slots, until ``extended``."""
+        version.extending = True
+
+    def extended(self, job: Job, version: Version, part: Part | None) -> None:
+        """That is what is here of it now: what was, if no more came."""
+        version.extending, version.part = False, part
+        if job.mirror is not None:
+            job.mirror.lacking.pop(version.key, None)
+        if self.jobs.get(job.name) is job:
+            self._settle(job)
 
     def serve(self, version: Version) -> None:
         """Other nodes may fetch it from now on: its memory stays as it is until ``serve_no_more``."""

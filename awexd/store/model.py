@@ -183,6 +183,20 @@ class Attempt:
     sealed: set[int] = field(default_factory=set)
 
 
+class Part(NamedTuple):
+    """What is here of a version of which not all is.
+
+    Attributes:
+        digest: of those bytes; see ``awexd_transports.needs``.
+        covers: manifests of workers that read nothing else.
+        nbytes: how many.
+    """
+
+    digest: str
+    covers: frozenset[str]
+    nbytes: int
+
+
 @dataclass(slots=True)
 class Version:
     """A committed version; immutable.
@@ -196,6 +210,8 @@ class Version:
         doubted: as of its attempt: until it is empty, no update to it is a success.
         high: the job's before this version.
         served: other nodes may be fetching it from here: its memory stays until they are done.
+        part: what of it is here, where that is not all.
+        extending: more of it is being brought here: its memory stays meanwhile.
         partial: only the segments of ranks of this node are here, in order of their ranks: nobody here reads it yet.
         unsure: it was found after a restart, and the MetaServer has not said yet whether it was committed.
     """
@@ -215,6 +231,8 @@ class Version:
     doubted: set[int] = field(default_factory=set)
     high: int = -1
     served: bool = False
+    part: Part | None = None
+    extending: bool = False
     partial: bool = False
     unsure: bool = False
 
@@ -300,7 +318,11 @@ class Worker:
         """Whether it can read that version."""
         if version.exchanged or self.exchanges:
             return version.exchanged and self.exchanges
-        return not version.borrowed or bool(self.devices)
+        return self.finds(version) and (not version.borrowed or bool(self.devices))
+
+    def finds(self, version: Version) -> bool:
+        """Whether all that it reads of that version is here."""
+        return version.part is None or self.digest in version.part.covers
 
 
 @dataclass(slots=True)
@@ -375,6 +397,7 @@ class Mirror:
         fetching: the one that is being brought here.
         failed: why one could not be brought here, until that is tried again.
         asked: steps of the current epoch that somebody here waits for.
+        lacking: versions of which only a part is here, and somebody waits for more.
         ask: called when there is one more.
         doing: who is waited for, and in which phase; for people.
     """
@@ -386,6 +409,7 @@ class Mirror:
     fetching: VersionKey | None = None
     failed: dict[VersionKey, AwexdError] = field(default_factory=dict)
     asked: dict[int, None] = field(default_factory=dict)
+    lacking: dict[VersionKey, None] = field(default_factory=dict)
     ask: Callable[[], None] = lambda: None
     doing: Callable[[], str] = lambda: "the MetaServer has not been asked yet"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from awexd.store.mirroring import brought, check_failed, newest_listed
+from awexd.store.mirroring import brought, check_failed, newest_listed, rest
 from awexd.store.model import (
     MAX_OPEN_ROUNDS,
     Engine,
@@ -99,7 +99,8 @@ def choose(job: Job, worker: Worker, step: int | None, stage: bool) -> Wait | Ve
             worker.round += 1
         current = engine.rounds.get(worker.round)
     if current is not None:
-        return _of_round(job, engine, worker, current, step)
+        fixed = _of_round(job, engine, worker, current, step)
+        return fixed if worker.finds(fixed) else rest(job, worker, fixed)
     return pick(job, worker, step)
 
 
@@ -110,6 +111,8 @@ def pick(job: Job, worker: Worker, step: int | None) -> Wait | Version:
         if not held:
             check_transport(job, worker)
             check_failed(job)
+            if partial := [version for version in job.held() if not worker.finds(version)]:
+                return rest(job, worker, partial[0])
         if worker.version and worker.version == job.returned and not (held and held[0].key > job.returned):
             return Wait(
                 job.name, lambda: f"a version after step {job.high} of epoch {job.epoch}; {job.describe_held()}"
@@ -118,6 +121,8 @@ def pick(job: Job, worker: Worker, step: int | None) -> Wait | Version:
     found = job.held_of(job.epoch, step) or job.held_of(worker.epoch, step)
     if found is not None and worker.takes(found):
         return found
+    if found is not None and not worker.finds(found):
+        return rest(job, worker, found)
     check_transport(job, worker)
     if found is not None:
         raise VersionUnavailable(

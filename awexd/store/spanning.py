@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from awexd.store import reading
 from awexd.store.agreed import Agreed, Other, Spanning, Wish
 from awexd.store.lending import Lending
-from awexd.store.mirroring import brought
+from awexd.store.mirroring import brought, rest
 from awexd.store.model import Engine, Job, Version, VersionKey, Wait, Worker, describe_keys, describe_ranks
 from awexd_transports.errors import AwexdError, VersionConflict, VersionUnavailable, from_wire
 
@@ -299,6 +299,8 @@ class Spanned(Lending):
             version, until = _version(job, agreed), agreed.until or now + HOLD_SECONDS
             if version is None:
                 agreed.cannot = self._why_not(job, agreed)
+            elif lacking := [worker for worker in engine.workers.values() if not worker.finds(version)]:
+                agreed.cannot = _why_not_all(job, lacking[0], version)
             elif not self._holds(agreed) and until > now:
                 agreed.cannot = None
                 agreed.holds = [self._span(job, version, until)]
@@ -399,6 +401,15 @@ def _adopt(job: Job, engine: Engine, known: Spanning) -> None:
         if number not in known.rounds and version is not None and _used(engine, number):
             agreed = Agreed(secrets.token_hex(8), number, current.key, version.attempt, settled=True)
             known.rounds[number] = agreed
+
+
+def _why_not_all(job: Job, worker: Worker, version: Version) -> AwexdError | None:
+    """Why what that worker reads of it will not be here; None where it may come: then it is asked for."""
+    try:
+        rest(job, worker, version)
+    except AwexdError as error:
+        return error
+    return None
 
 
 def _through(engine: Engine, known: Spanning) -> list[str]:

@@ -209,7 +209,7 @@ def test_header_golden(daemons: Daemons) -> None:
     memory.seal(segment_id, {"step": 1})
     page = daemons.path(segment_id).read_bytes()[:43]
     memory.close()
-    assert page[:16] == b"AWEXDSEG\x02\x00\x00\x00\x0a\x00\x00\x00"
+    assert page[:16] == b"AWEXDSEG\x03\x00\x00\x00\x0a\x00\x00\x00"
     assert page[32:42] == b'{"step":1}'
     assert orjson.loads(page[32:42]) == {"step": 1}
 

@@ -60,7 +60,7 @@ def test_every_route_answers_as_the_document_says(pair: Client) -> None:
     assert pair.call("missing", {"digests": [body.digest]})["missing"] == []
     assert pair.call("manifest", digest=body.digest) == body.encoded
     engine = {"engine": "e", "world_size": 1, "workers": [worker()]}
-    held = {"epoch": 1, "step": 1, "attempt": attempt, "pieces": [[0, DIGEST, 100, False]]}
+    held = {"epoch": 1, "step": 1, "attempt": attempt, "pieces": [[0, DIGEST, 100, False]], "parts": None, "whole": []}
     told = report(engines=[engine], versions=[held])
     assert pair.call("report", told, node="n1", job=JOB) == {"refused": []}
     seen = pair.call("job", job=JOB)

@@ -429,6 +429,35 @@ def test_node_that_brings_a_part_serves_only_those_that_bring_the_same() -> None
     assert ask("n4", "aa") == "n1"
 
 
+def test_node_that_holds_a_part_serves_its_like_and_its_own_ranks_to_all() -> None:
+    cluster = Cluster("n0", "n1", "n2", "n3")
+    cluster.report("n0", (1, 3, 77), ranks=2)
+    pieces = {rank: Piece("d", 100) for rank in range(2)}
+
+    def tell(node: str, parts: str | None, *whole: int) -> None:
+        held = Held((1, 3), 77, pieces, parts, frozenset(whole))
+        cluster.state.report(node, "r1", JOB, Report(False, 0, 0, 0, {}, (held,), (), frozenset()))
+
+    def ask(parts: str | None, *ranks: int) -> set[str]:
+        avoid = frozenset({"n0"})
+        found = cluster.state.tickets("n3", "r1", JOB, (1, 3), avoid=avoid, ranks=ranks or None, parts=parts, now=1.0)
+        return {grant.source.name for grant in found}
+
+    tell("n1", "aa")
+    assert ask("aa") == {"n1"}
+    for other in ("bb", None):
+        with pytest.raises(VersionUnavailable):
+            ask(other)
+    tell("n2", "bb", 1)  # rank 1 was written there
+    assert ask("bb", 0) == {"n2"}
+    assert ask("cc", 1) == {"n2"}
+    with pytest.raises(VersionUnavailable):
+        ask("cc", 0)
+    tell("n1", None)  # the rest has come
+    assert ask("cc", 0) == ask(None, 0) == {"n1"}
+    assert cluster.job.versions[1, 3].parts == {"n2": "bb"}
+
+
 def test_who_fetches_is_asked_by_those_that_begin_later_and_by_no_others() -> None:
     cluster = Cluster("n0", "n1", "n2", "n3")
     cluster.report("n0", (1, 3, 77), ranks=2)

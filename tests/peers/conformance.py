@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import Callable
@@ -106,6 +107,70 @@ class Conformance:
                 assert fetch.right(rank) == wants[rank]
 
         fetched()
+
+    @pytest.mark.parametrize("verify", [True, False])
+    async def test_bits_of_rows_are_equal(self, node: NodeMaker, segment: SegmentMaker, verify: bool) -> None:
+        """Short and long rows, beside each other and among ranges; from several sources."""
+        nbytes = 24 * MiB
+        held, into = segment(nbytes, 1), segment(nbytes)
+        rows = [
+            Piece(0, 5, 3 * 7, 7, 11),
+            Piece(0, MiB, 1500 * 512, 1500, 4096),
+            Piece(0, MiB + 512, 1500 * 1024, 1500, 4096),
+            Piece(0, 8 * MiB, 3 * (2 * MiB - 1), 3, 2 * MiB),
+            Piece(0, 16 * MiB, 2 * 3 * MiB, 2, 4 * MiB),
+        ]
+        wants = Ranges([(100, 5000), (15 * MiB, 15 * MiB + 1)])
+        everything = Ranges([*wants, *(run for piece in rows for run in piece.runs())])
+        arrived: list[Piece] = []
+        fetch = fetcher(
+            self.transport, {0: into}, {0: wants}, rows={0: rows}, rows_arrived=arrived.append, verify=verify
+        )
+        assert fetch.left == everything.total
+        await fetch.run([node(name, {0: held}).source() for name in "ab"], WITHIN)
+        check(into, held, everything)
+        assert sorted(arrived) == sorted(rows)
+        assert fetch.delivered.total() == everything.total
+        assert fetch.again == fetch.left == 0
+
+    async def test_rows_of_a_source_that_is_killed_come_from_another(
+        self, node: NodeMaker, segment: SegmentMaker
+    ) -> None:
+        held, into = segment(64 * MiB, 1), segment(64 * MiB)
+        rows = [Piece(0, at * MiB + half * 2048, MiB // 2, 256, 4096) for at in range(64) for half in range(2)]
+        dies, lives = node("a", {0: held}), node("b", {0: held})
+
+        def arrived(piece: Piece) -> None:
+            dies.send_signal(signal.SIGKILL)
+
+        fetch = fetcher(self.transport, {0: into}, {0: Ranges()}, rows={0: rows[::2]}, rows_arrived=arrived)
+        with contextlib.suppress(DaemonUnavailable):  # unless all of it was under way
+            await fetch.run([dies.source()], WITHIN)
+        assert fetch.left < 32 * MiB  # something had come
+        await fetch.run([lives.source()], WITHIN)
+        check(into, held, Ranges(run for piece in rows[::2] for run in piece.runs()))
+
+    async def test_rows_are_served_on_as_they_arrive_and_nothing_that_was_not_promised(
+        self, node: NodeMaker, segment: SegmentMaker
+    ) -> None:
+        held, into = segment(MiB, 1), segment(MiB)
+        source, piece = node("a", {0: held}), Piece(0, 4096, 64 * 512, 64, 4096)
+        source.ask("withdraw")
+        source.ask("offer", arrived={"0": []})
+        source.ask("promise", ranges={"0": [[0, 100]]}, rows=[piece])
+        running = asyncio.create_task(
+            fetcher(self.transport, {0: into}, {0: Ranges()}, rows={0: [piece]}).run([source.source()], WITHIN)
+        )
+        done, _ = await asyncio.wait([running], timeout=0.3)
+        assert not done
+        source.ask("extend_rows", piece=piece)
+        await running
+        check(into, held, Ranges(piece.runs()))
+        other = Piece(0, 4096, 32 * 512, 32, 4096)
+        for wants, rows in ((Ranges([(0, 101)]), []), (Ranges([(4096, 4097)]), []), (Ranges(), [other])):
+            fetch = fetcher(self.transport, {0: into}, {0: wants}, rows={0: rows})
+            with pytest.raises(VersionUnavailable, match="only a part of"):
+                await fetch.run([source.source()], WITHIN)
 
     @pytest.mark.parametrize("milliseconds", [0, 1, 3, 10, 30, 100])
     async def test_after_a_cancel_nothing_is_written(

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from awexd import tickets
 from awexd.peers.fetcher import Fetcher
 from awexd.peers.settings import PeerSettings
-from awexd_transports.base import Memory, Source, Subject
+from awexd_transports.base import Memory, Piece, Source, Subject
 from awexd_transports.cells import grid
 from awexd_transports.digest import digest
 from awexd_transports.dtypes import ITEMSIZE
@@ -245,13 +245,24 @@ def fetcher(
     arrived: Callable[[int, int, int], None] = lambda rank, start, end: None,
     cells: Mapping[int, Any] | None = None,
     verify: bool = True,
+    rows: Mapping[int, Sequence[Piece]] | None = None,
+    rows_arrived: Callable[[Piece], None] = lambda piece: None,
     **settings: Any,
 ) -> Fetcher:
-    """Of everything, unless ``wants`` says what."""
+    """Of everything, unless ``wants`` says what, and ``rows``."""
     if wants is None:
         wants = {rank: Ranges([(0, segment.nbytes)]) for rank, segment in into.items()}
     given = PeerSettings(**settings, client_tls=tls)
     memories = {rank: segment.memory for rank, segment in into.items()}
     return Fetcher(
-        find(transport)(given), SUBJECT, wants, memories, cells=cells, verify=verify, arrived=arrived, settings=given
+        find(transport)(given),
+        SUBJECT,
+        wants,
+        memories,
+        cells=cells,
+        verify=verify,
+        arrived=arrived,
+        rows=rows,
+        rows_arrived=rows_arrived,
+        settings=given,
     )

@@ -14,7 +14,7 @@ import uvloop
 
 from awexd.peers.offers import Offered
 from awexd.peers.settings import PeerSettings
-from awexd_transports.base import Admission, Memory, Subject
+from awexd_transports.base import Admission, Memory, Piece, Subject
 from awexd_transports.ranges import Ranges
 from awexd_transports.registry import find
 
@@ -56,6 +56,15 @@ class Serving:
     async def extend(self, rank: int, start: int, end: int) -> None:
         if self._offer:
             self._offer.extend(rank, start, end)
+
+    async def extend_rows(self, piece: list[int]) -> None:
+        if self._offer:
+            self._offer.extend_rows(Piece(*piece))
+
+    async def promise(self, ranges: dict[str, list[tuple[int, int]]], rows: list[list[int]]) -> None:
+        if self._offer:
+            wanted = {int(rank): Ranges(spans) for rank, spans in ranges.items()}
+            self._offer.promise(wanted, [Piece(*piece) for piece in rows])
 
     async def withdraw(self, grace: float = 0.0) -> None:
         if self._offer:

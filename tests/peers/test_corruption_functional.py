@@ -14,7 +14,8 @@ from awexd.peers.arrivals import Arrivals
 from awexd.peers.cells import Cells
 from awexd_transports.base import Piece
 from awexd_transports.errors import IntegrityError
-from awexd_transports.layout import Manifest
+from awexd_transports.layout import Box, Manifest
+from awexd_transports.needs import needs
 from awexd_transports.ranges import Ranges
 from awexd_transports.segment import segment_nbytes
 from tests.peers.nodes import ROOT, Node, Segment, fetcher, sealed
@@ -146,6 +147,36 @@ class TestCorruption:
         ):
             await fetch.run([source.source()], WITHIN)
         assert fetch.left <= 3 * MiB
+
+    async def test_rows_are_compared_cell_by_cell_and_come_again(
+        self, node: Callable[..., Node], segment: Callable[..., Segment], flip: Flip, held: Segment
+    ) -> None:
+        of, into = tensors(), segment(held.nbytes)
+        reader = manifest(
+            one("t0", (1000, 1024), Box((0, 0), (1000, 512))),
+            one("t5", (7, 129, 513), Box((2, 0, 0), (3, 129, 100)), "int8"),
+            one("t6", (300, 4096), Box((0, 2048), (300, 1024)), "float32"),
+        )
+        need = needs([of], [reader], [0]).ranks[0]
+        rows = [Piece(0, *strip) for strip in need.strips]
+        assert len(rows) == 2
+        node_a = node("a", {0: held})
+        for places, again in (([], False), ([2 * MiB], True)):
+            into.fill(0)
+            port = flip(node_a.port, places, 1)
+            fetch = fetcher(self.transport, {0: into}, {0: need.ranges}, rows={0: rows}, cells={0: Cells(of)})
+            await fetch.run([node_a.source(port=port)], WITHIN)
+            assert (fetch.again > 0) is again
+            found, there = into.copy(), held.copy()
+            for start, end in [run for piece in rows for run in piece.runs()] + list(fetch.right(0)):
+                assert np.array_equal(found[start:end], there[start:end])
+                found[start:end] = 0
+            assert not found.any()
+        held.memory.view[rows[1].offset + 5] ^= 1
+        fetch = fetcher(self.transport, {0: into}, {0: need.ranges}, rows={0: rows}, cells={0: Cells(of)})
+        with pytest.raises(IntegrityError, match=r"t6 .* \(rank 0\) is not what its writer stored"):
+            await fetch.run([node_a.source()], WITHIN)
+        assert fetch.left == rows[1].nbytes
 
 
 async def test_what_was_not_compared_before_a_second_run_is_not_taken_for_what_will_come(

@@ -172,6 +172,12 @@ class TestStrangers:
             Frame(Kind.WANT, Piece(0, MiB, 1)).encode(),
             Frame(Kind.WANT, Piece(0, (1 << 64) - 1, 2)).encode(),
             Frame(Kind.WANT, Piece(7, 0, 1)).encode(),
+            Frame(Kind.WANT, Piece(0, 0, 4, 0, 0)).encode(),
+            Frame(Kind.WANT, Piece(0, 0, 4, 1, 4)).encode(),
+            Frame(Kind.WANT, Piece(0, 0, 0, 2, 4)).encode(),
+            Frame(Kind.WANT, Piece(0, 0, 5, 2, 4)).encode(),
+            Frame(Kind.WANT, Piece(0, 0, 10, 2, 4)).encode(),
+            Frame(Kind.WANT, Piece(0, 0, 1 << 20, 1 << 20, 1 << 30)).encode(),
             Frame(Kind.WANT, Piece(0, 0, (1 << 64) - 1)).encode(),
         ],
     )

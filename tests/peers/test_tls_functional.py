@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from awexd_transports.base import Piece
 from awexd_transports.errors import AwexdError
+from awexd_transports.ranges import Ranges
 from tests.peers.certificates import made, needs_openssl
 from tests.peers.nodes import Node, Segment, fetcher
 from tests.peers.serving import tls
@@ -39,6 +41,14 @@ class TestTls:
         client = tls(files, ssl.Purpose.SERVER_AUTH)
         await fetcher(self.transport, {0: into}, tls=client, streams=2, verify=verify).run([source.source()], WITHIN)
         assert np.array_equal(into.copy(), held.copy())
+        into.fill(0)
+        rows = Piece(0, 7, 3000 * 4096, 3000, 20_000)
+        fetch = fetcher(self.transport, {0: into}, {0: Ranges()}, rows={0: [rows]}, tls=client, verify=verify)
+        await fetch.run([source.source()], WITHIN)
+        found, there = into.copy(), held.copy()
+        for start, end in rows.runs():
+            assert np.array_equal(found[start:end], there[start:end])
+        assert np.count_nonzero(found) <= rows.nbytes
 
     async def test_cancel_leaves_nothing_written_later(
         self, node: Callable[..., Node], segment: Callable[..., Segment], files: dict[str, str]

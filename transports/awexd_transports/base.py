@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -31,18 +31,32 @@ class Subject(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Neighbouring bytes of one rank's segment."""
+    """``nbytes`` bytes of one rank's segment: neighbours, or ``rows`` of equal length that begin ``stride`` apart."""
 
     rank: int
     offset: int
     nbytes: int
+    rows: int = 1
+    stride: int = 0
+
+    @property
+    def run(self) -> int:
+        """Bytes of a row."""
+        return self.nbytes // self.rows
 
     @property
     def end(self) -> int:
-        return self.offset + self.nbytes
+        """Of the last row."""
+        return self.offset + (self.rows - 1) * self.stride + self.run
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """Where each row begins and ends."""
+        for start in range(self.offset, self.end, self.stride or self.nbytes or 1):
+            yield start, start + self.run
 
     def __str__(self) -> str:
-        return f"rank {self.rank}, bytes {self.offset} to {self.end}"
+        rows = f" ({self.rows} rows of {self.run})" if self.rows > 1 else ""
+        return f"rank {self.rank}, bytes {self.offset} to {self.end}{rows}"
 
 
 class Memory:
@@ -159,6 +173,12 @@ class Offer(Protocol):
     def extend(self, rank: int, start: int, end: int) -> None:
         """These bytes are there now, and right."""
 
+    def extend_rows(self, piece: Piece) -> None:
+        """As ``extend``, of rows: they are served as this one piece."""
+
+    def promise(self, ranges: Mapping[int, Ranges], rows: Iterable[Piece]) -> None:
+        """Nothing else than this will be there: whoever asks for more is refused, and does not wait."""
+
     async def withdraw(self, grace: float = 0.0) -> None:
         """Ends it. When this returns, nothing of its memories is in flight: they may be reused.
 
@@ -198,7 +218,8 @@ class Lane(Protocol):
         """Bytes that have come so far; it grows while a piece arrives."""
 
     async def fetch(self, piece: Piece, memory: Memory, *, summed: bool) -> None:
-        """Returns when the piece is in ``memory``. However it ends otherwise, nothing is written from then on.
+        """Returns when the piece is in ``memory``, at its own place. However it ends otherwise, nothing is written
+        from then on.
 
         Args:
             summed: the source sums what it sends, and the sum is compared.

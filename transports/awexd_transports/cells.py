@@ -2,8 +2,9 @@
 
 A row (all elements along the last dimension) is cut into 8, 4 or 2 equal parts where those have whole words of 64 bits
 and at least PART bytes; a row of more than BLOCK bytes is cut further. The other dimensions are cut, outermost last,
-into blocks of at most BLOCK bytes: into 2, 4, or a multiple of 8 blocks, so that what is cut in halves, quarters or
-eighths by a reader's sharding is made of whole cells. Cells are numbered row-major.
+into blocks of at most BLOCK bytes, and of at most an eighth of the piece where that is more than LEAST: into 2, 4, or a
+multiple of 8 blocks, so that what is cut in halves, quarters or eighths by a reader's sharding is made of whole cells,
+without which a node would bring more than its readers read. Cells are numbered row-major.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import NamedTuple
 BLOCK = 2 << 20
 """Bytes of whole rows that are copied, then summed while they still are in the shared cache: with less, the calls and
 the waits for the GIL between them took up to a fifth longer."""
+LEAST = 256 << 10
 PART = 512
 PARTS = 8
 
@@ -90,7 +92,8 @@ def grid(shape: Place, itemsize: int) -> Grid:
     if not math.prod(shape):
         return Grid(shape, (1,) * len(shape), (0,) * len(shape), True)
     steps = [_row_step(shape[-1], itemsize)]
-    room = max(1, BLOCK // (shape[-1] * itemsize))
+    row, rows = shape[-1] * itemsize, math.prod(shape[:-1])
+    room = max(1, min(BLOCK // row, max(LEAST // row, -(-rows // PARTS))))
     for n in reversed(shape[:-1]):
         count = _rounded(-(-n // room)) if n > room else 1
         steps.append(-(-n // count))
