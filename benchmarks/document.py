@@ -20,6 +20,7 @@ TABLES = {
     "control": "The control path",
     "nodes": "The MetaServer",
     "plan": "Plans",
+    "scale": "A trillion parameters, simulated",
 }
 COLUMNS = ("figure", "value", "limit", "ratio", "bar", "met", "peer")
 MET = {True: "yes", False: "NO", None: ""}

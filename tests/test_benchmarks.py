@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks import control, cpu, document, gpu
+from benchmarks import control, cpu, document, gpu, scale
 
 
 def test_tables_of_figures_are_those_of_the_results() -> None:
@@ -20,6 +20,7 @@ def test_tables_of_figures_are_those_of_the_results() -> None:
     [
         ("control", [f"{way}-{quantile}" for way in control.WAYS for quantile in control.QUANTILES]),
         ("cpu", [case.name for case in cpu.CASES] + cpu.PEERS),
+        ("scale", scale.NAMES),
     ],
 )
 def test_results_have_the_benchmarks_figures(name: str, figures: list[str]) -> None:
