@@ -18,7 +18,7 @@ TABLES = {
     "h200x2": "On two H200s of one host",
     "cpu": "Hand-overs",
     "control": "The control path",
-    "nodes": "The MetaServer",
+    "nodes": "Across nodes and processes",
     "plan": "Plans",
     "scale": "A trillion parameters, simulated",
 }

@@ -68,7 +68,8 @@ def measured(piece: float, folder: Path = RESULTS) -> Hardware:
         sources=(
             "h200.json host-publish, host-update-reshard",
             "control.json control-p50",
-            "nodes.json" if nodes else "MetaServer assumed",
+            "nodes.json metaserver-requests" if "metaserver-requests" in nodes else "requests assumed",
+            "nodes.json metaserver-lateness-p99" if "metaserver-lateness-p99" in nodes else "lateness assumed",
         ),
     )
 
