@@ -18,8 +18,9 @@ TABLES = {
     "h200x2": "On two H200s of one host",
     "cpu": "Hand-overs",
     "control": "The control path",
-    "nodes": "Several nodes",
+    "nodes": "Across nodes and processes",
     "plan": "Plans",
+    "scale": "A trillion parameters, simulated",
 }
 COLUMNS = ("figure", "value", "limit", "ratio", "bar", "met", "peer")
 MET = {True: "yes", False: "NO", None: ""}

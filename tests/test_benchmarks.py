@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks import control, cpu, document, gpu
+from benchmarks import control, cpu, document, exchange, gpu, scale
 
 
 def test_tables_of_figures_are_those_of_the_results() -> None:
@@ -20,6 +20,7 @@ def test_tables_of_figures_are_those_of_the_results() -> None:
     [
         ("control", [f"{way}-{quantile}" for way in control.WAYS for quantile in control.QUANTILES]),
         ("cpu", [case.name for case in cpu.CASES] + cpu.PEERS),
+        ("scale", scale.NAMES),
     ],
 )
 def test_results_have_the_benchmarks_figures(name: str, figures: list[str]) -> None:
@@ -32,3 +33,8 @@ def test_results_of_a_gpu_are_among_the_benchmarks_figures() -> None:
         pytest.skip("nothing was measured: run `make bench-gpu ARGS=--write` on a machine with an NVIDIA GPU")
     found = [figure["name"] for figure in json.loads(gpu.RESULTS.read_bytes())]
     assert found == [name for name in gpu.KNOWN if name in found]
+
+
+def test_results_have_the_figures_of_2_to_9_processes() -> None:
+    found = {figure["name"] for figure in json.loads(exchange.RESULTS.read_bytes())}
+    assert set(exchange.NAMES) <= found
