@@ -163,8 +163,11 @@ class State:
         before = job.reports.get(name)
         if report.local and report.epoch:
             self._adopt(job, name, report)
-        elif report.joined:
-            self._withdraw(job, name, report)
+        else:
+            # Ranks that it had reported, not joined, are none of its own any more.
+            job.members = {rank: one for rank, one in job.members.items() if one.node != name or one.incarnation}
+            if report.joined:
+                self._withdraw(job, name, report)
         refused = self._take_versions(job, name, report)
         # Both may have changed above though the report is as it was.
         if before != report or job.name in self.records:

@@ -240,7 +240,7 @@ def report_of(job: Job) -> dict[str, Any]:
         "world_size": job.world_size,
         "keep": job.keep,
         "ranks": [[rank, writer.digest] for rank, writer in sorted(job.writers.items())] if job.joined is None else [],
-        "waiting": sorted(job.pending.writers) if job.pending is not None and job.joined is None else [],
+        "waiting": _waiting(job),
         "versions": [
             {
                 "epoch": version.key[0],
@@ -263,6 +263,12 @@ def _parts(version: Version) -> str | None:
     if version.part is None:
         return None
     return version.part.digest if version.served else UNSERVED
+
+
+def _waiting(job: Job) -> list[int]:
+    """Ranks of which the MetaServer knows by nothing else."""
+    writers = job.pending.writers if job.pending is not None else {}
+    return sorted(rank for rank, writer in writers.items() if job.joined is None or writer.refused is not None)
 
 
 def _engine(engine: Engine) -> dict[str, Any]:

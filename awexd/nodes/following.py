@@ -261,8 +261,7 @@ class Follow:
                     raise DaemonUnavailable("the MetaServer answers otherwise than this version expects") from error
                 self.problem = None
                 pause = BACKOFF_SECONDS[0]
-                query = {"after": after, "timeout_ms": WAIT_MS}
-                brief = await self._watcher.call("GET", f"{self._url}/watch", query=query, timeout=ANSWER_SECONDS)
+                brief = await self._next_change(view["brief"], after)
                 if brief is not None and brief["closed"] and self.job.mirror is not None:
                     self._close("closed on the node of its trainer")
                 continue
@@ -274,6 +273,16 @@ class Follow:
                 self._away(error)
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, BACKOFF_SECONDS[1])
+
+    async def _next_change(self, seen: dict[str, Any], after: int) -> dict[str, Any] | None:
+        """The job as of its next change; not of one that only is a rank that begins or seals an attempt."""
+        while True:
+            query = {"after": after, "timeout_ms": WAIT_MS}
+            brief = await self._watcher.call("GET", f"{self._url}/watch", query=query, timeout=ANSWER_SECONDS)
+            minor = brief is not None and {**brief, "seq": 0, "open": 0} == {**seen, "seq": 0, "open": 0}
+            if not minor or brief["open"] == seen["open"] or self._watcher.run != self._means.client.run:
+                return brief  # type: ignore[no-any-return]
+            seen, after = brief, brief["seq"]
 
     def _known(self) -> bool:
         """Whether the MetaServer's present process had told of the trainer's epoch: it forgets a job when that ends."""

@@ -70,7 +70,7 @@ class Store(Grouping, Mirroring):
         """Registers a training process; True if that opened an epoch. See :func:`registering.register`."""
         self._check_role(session, job, writer_rank=rank)
         self._check_here(job)
-        writer = Writer(session.id, session.pid, rank, digest, mode, lends)
+        writer = Writer(session.id, session.pid, rank, digest, mode, lends, asked=epoch, after=after)
         try:
             if self.clustered and not job.alone:
                 opened = joining.arrive(job, writer, world_size, epoch, keep, after)

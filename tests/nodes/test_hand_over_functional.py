@@ -150,7 +150,7 @@ def test_trainer_that_moves_goes_on_where_it_was(folder: Path, forks: Forks) -> 
         trainer.publish(3)
         engine.update(3)
         with pytest.raises(RemoteError, match="its trainer is on node a") as error:
-            Trainer(forks(2), cluster["b"])
+            Trainer(forks(1), cluster["b"])
         assert error.value.kind == "VersionConflict"
         trainer.close()
         until(cluster["b"], lambda status: not job_of(status, "j")["elsewhere"]["trainer_on"])

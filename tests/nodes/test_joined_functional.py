@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -162,6 +163,33 @@ def test_restarted_trainer_opens_a_new_epoch_on_other_nodes(cluster: Cluster, fo
     )
     with pytest.raises(RemoteError, match="epoch 2 has 3 writer ranks, not 2"):
         late.do("writer.register(rank.shards)")
+
+
+def test_trainer_of_one_node_spreads_over_two_and_gathers_on_one_again(cluster: Cluster, forks: Forks) -> None:
+    trainer, engine = Trainer(forks(2), cluster["a"], job="grow"), Engine(forks(1), cluster["c"], job="grow")
+    trainer.publish(1)
+    engine.update(1)
+    other = forks(1)[0]
+    given = {"job": "grow", "mode": "host", "transport": "auto", "epoch": "continue"}
+    other.do(RANK.format(rank=1, size=3, socket=cluster["b"].socket, **given))
+    with pytest.raises(RemoteError, match="its trainer is on node a, with all its ranks") as error:
+        other.do("writer.register(rank.shards)\nwriter.publish(2, timeout=60)")
+    assert error.value.kind == "VersionConflict"
+    other.do("writer.close()")
+    trainer.close()
+    trainer = spread(cluster, forks(4), "grow", "abab", epoch="new")
+    for step in (21, 22):
+        trainer.publish(step)
+        with contextlib.suppress(RemoteError):  # told once that the epoch is over
+            engine.do("reader.wait(21, timeout=60)")
+        engine.update(step, epoch=2)
+    trainer.close()
+    until(cluster["b"], lambda status: not job_of(status, "grow")["elsewhere"]["trainer_on"])
+    trainer = Trainer(forks(2), cluster["b"], job="grow", epoch="new")
+    trainer.publish(31)
+    with contextlib.suppress(RemoteError):
+        engine.do("reader.wait(31, timeout=60)")
+    engine.update(31, epoch=3)
 
 
 def test_rank_that_is_killed_ends_the_attempt_on_every_node_and_comes_back(cluster: Cluster, forks: Forks) -> None:

@@ -1,0 +1,100 @@
+"""What the MetaServer is told by nodes that have some of a trainer's ranks each, and what it makes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from awexd.metaserver import views
+from awexd.metaserver.model import Held, Piece
+from awexd_transports.errors import VersionConflict
+from tests.metaserver.test_state import JOB, Cluster, joined
+
+
+def waiting(cluster: Cluster) -> Any:
+    return views.view(cluster.job)["waiting"]
+
+
+def test_ranks_that_wait_are_told_to_the_other_nodes() -> None:
+    cluster = Cluster("n0", "n1")
+    assert cluster.report("n0") == []
+    assert JOB not in cluster.state.jobs
+    cluster.report("n0", waiting=frozenset({0, 1}))
+    cluster.report("n1", waiting=frozenset({2}))
+    assert waiting(cluster) == [{"node": "n0", "ranks": [0, 1]}, {"node": "n1", "ranks": [2]}]
+    cluster.report("n1")
+    cluster.state.leave("n0", "r1")
+    assert waiting(cluster) == []
+
+
+def test_ranks_of_a_rendezvous_are_told_too_though_their_node_has_joined() -> None:
+    cluster = joined()
+    cluster.join("n0", 0, epoch="new", incarnation="i2")
+    assert waiting(cluster) == [{"node": "n0", "ranks": [0]}]
+    cluster.join("n1", 1, epoch="new", incarnation="i2")
+    assert waiting(cluster) == []
+
+
+def test_trainer_that_has_all_its_ranks_on_one_node_is_joined_by_none() -> None:
+    cluster = Cluster("n0", "n1")
+    cluster.report("n0", (1, 3, 77), ranks=2)
+    assert views.view(cluster.job)["local"] == "n0"
+    with pytest.raises(VersionConflict, match="its trainer is on node n0"):
+        cluster.join("n1", 1)
+    assert cluster.join("n1", 1, epoch="new").epoch == 1  # waits for a rank 0 that asks for it as well
+    assert cluster.join("n0", 0, epoch="new").epoch == 2
+    cluster.report("n0", joined=True)
+    assert views.view(cluster.job)["local"] is None
+    cluster.commit(1, epoch=2)
+
+
+def test_ranks_whose_node_began_alone_go_on_together_once_it_has_none() -> None:
+    cluster = Cluster("n0", "n1")
+    cluster.report("n0", (1, 3, 77), ranks=2)
+    cluster.report("n0", waiting=frozenset({0}))
+    assert [cluster.join(node, rank).epoch for node, rank in (("n0", 0), ("n1", 1))] == [1, 1]
+    assert cluster.job.high == 3
+    cluster.commit(4)
+
+
+def test_node_of_the_trainer_withdraws_for_all_and_a_readers_does_not() -> None:
+    cluster = joined()
+    attempts = [cluster.commit(step) for step in (3, 4)]
+    for node, rank in (("n0", 0), ("n1", 1)):
+        held = tuple(
+            Held((1, step), attempt, {rank: Piece("d", 100)}) for step, attempt in zip((3, 4), attempts, strict=True)
+        )
+        assert cluster.report(node, versions=held, joined=True) == []
+    cluster.announce("n2")
+    cluster.report("n2", withdrawn=frozenset(attempts))
+    assert [version.key for version in cluster.job.listed()] == [(1, 4), (1, 3)]
+    cluster.report("n1", versions=held[:1], joined=True, withdrawn=frozenset(attempts[1:]))
+    assert [version.key for version in cluster.job.listed()] == [(1, 3)]
+    assert (cluster.job.high, attempts[1] in cluster.job.aborted) == (4, True)
+    with pytest.raises(VersionConflict):
+        cluster.begin("n0", 4, 0)
+
+
+@pytest.mark.parametrize("node", ["n0", "n1"])
+def test_job_that_a_node_of_its_trainer_closes_is_over_for_all(node: str) -> None:
+    cluster = joined()
+    cluster.commit(3)
+    for name in ("n0", "n1"):
+        cluster.report(name, joined=True)
+    cluster.announce("n2")
+    cluster.report("n2", waiting=frozenset({1}))
+    cluster.state.forget("n2", "r1", JOB)
+    assert JOB in cluster.state.jobs
+    cluster.state.forget(node, "r1", JOB)
+    assert JOB not in cluster.state.jobs
+
+
+def test_report_that_was_on_its_way_when_a_version_was_committed_costs_it_nothing() -> None:
+    cluster = joined()
+    attempt = cluster.commit(3)
+    cluster.report("n0", joined=True)  # as of before
+    assert cluster.job.versions[1, 3].holders == {"n1": {1}}
+    held = Held((1, 3), attempt, {0: Piece("d", 100)})
+    assert cluster.report("n0", versions=(held,), joined=True) == []
+    assert cluster.job.versions[1, 3].held()
