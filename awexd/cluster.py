@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from awexd.ctl import ago, engine_line, print_events, table
+from awexd.ctl import ago, by_engine, engine_line, print_events, table
 from awexd.nodes.metaclient import MetaClient, tls_context, token_for
 from awexd_transports.errors import AwexdError
 
@@ -114,6 +114,4 @@ def _job_lines(job: Answer) -> list[str]:
     lines += [
         f"  step {step} is being written: {sealed} of {brief['world_size']} sealed" for step, _, sealed in brief["open"]
     ]
-    for engine in job["engines"]:
-        lines.append("  " + engine_line(engine, where=f" on {engine['node']}"))
-    return lines
+    return lines + [f"  {engine_line(engine)}" for engine in by_engine(job["engines"])]

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import orjson
@@ -219,20 +219,39 @@ def _status(answer: Answer) -> list[str]:
             for pin in job["pinned"]
         ]
         for engine in job["engines"]:
-            lines.append(f"  {engine_line(engine)}")
+            lines.append(f"  {engine_line(engine, told['node'] if told else '')}")
             for worker in engine["workers"]:
                 lines += [f"    rank {worker['rank']} {text}" for text in _told_of(worker)]
     return lines
 
 
-def engine_line(engine: Answer, where: str = "") -> str:
-    """An engine and the version that each of its workers has."""
-    workers = ", ".join(
-        f"{worker['rank']} {worker['state']}"
-        + (f" {worker['version'][0]}.{worker['version'][1]}" if worker["version"] else "")
-        for worker in engine["workers"]
-    )
-    return f"engine {engine['engine']}{where} ({engine['world_size']} workers): {workers}"
+def engine_line(engine: Answer, here: str = "") -> str:
+    """An engine and the version that each of its workers has, by node where that is said; ``here``: where it is not."""
+    by_node: dict[str, list[str]] = {}
+    for worker in engine["workers"]:
+        version = f" {worker['version'][0]}.{worker['version'][1]}" if worker["version"] else ""
+        by_node.setdefault(worker.get("node", here), []).append(f"{worker['rank']} {worker['state']}{version}")
+    several = len(by_node) > 1
+    where = "".join(f" on {node}" for node in by_node if node != here and not several)
+    workers = [(f"on {node}: " if several else "") + ", ".join(rows) for node, rows in sorted(by_node.items())]
+    return f"engine {engine['engine']}{where} ({engine['world_size']} workers): {'; '.join(workers)}"
+
+
+def by_engine(rows: Iterable[Answer]) -> Iterator[Answer]:
+    """Engines of a job as its nodes tell of them: one whose workers are on several nodes once, with all of these."""
+    spread: dict[str, Answer] = {}
+    for row in rows:
+        workers = [worker | {"node": row["node"]} for worker in row["workers"]]
+        if len(workers) == row["world_size"]:
+            yield row | {"workers": workers}
+            continue
+        known = spread.setdefault(
+            row["engine"], {"engine": row["engine"], "world_size": row["world_size"], "workers": []}
+        )
+        known["workers"] += workers
+    for found in spread.values():
+        found["workers"].sort(key=lambda worker: worker["rank"])
+        yield found
 
 
 def _elsewhere(told: Answer | None) -> list[str]:

@@ -172,7 +172,7 @@ class Daemon:
         from awexd.nodes.among import Cluster  # aiohttp: only where it is needed
 
         made = Cluster(self._service, self._settings)
-        self._report.cluster, self._report.following = made.status, made.following
+        self._report.cluster, self._report.following, self._report.seen = made.status, made.following, made.seen
         return made
 
     def summary(self) -> str:

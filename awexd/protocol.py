@@ -329,6 +329,7 @@ OPERATIONS: dict[str, dict[str, Check]] = {
         "digest": _digest,
         "version": _optional(_version),
         "updates": _optional(_STEP),
+        "alone": _optional(_boolean),
         "aside": _optional(_reasons),
         "devices": _optional(_gpus),
     },

@@ -107,3 +107,4 @@ def digests_of(job: Job) -> Iterator[str]:
         yield from version.digests
     for engine in job.engines.values():
         yield from (worker.digest for worker in engine.workers.values())
+        yield from engine.spanning.digests.values() if engine.spanning is not None else ()

@@ -20,10 +20,11 @@ from awexd.metaserver.http import Connection, Head, Refused, Server, not_found, 
 from awexd.metaserver.manifests import Manifests, check_body, unpacked_bytes
 from awexd.metaserver.model import Held, Piece, Report
 from awexd.metaserver.publishing import Publisher
+from awexd.metaserver.rounds import told_of
 from awexd.metaserver.schema import Operation, Router
 from awexd.metaserver.state import TICKET_SECONDS, State
 from awexd.metaserver.tokens import ROLES, Tokens
-from awexd.metaserver.watching import MAX_STREAMS
+from awexd.metaserver.watching import MAX_STREAMS, Waiters
 from awexd_transports.errors import AccessDenied, BudgetExceeded, InvalidArgument
 
 DEFAULT_WAIT_MS = 30_000
@@ -77,6 +78,7 @@ class App:
         self._views: dict[str, tuple[int, bytes]] = {}
         self._unchecked = 0
         self._checking = asyncio.Semaphore(1)
+        self._engine_waiters: dict[tuple[str, str], Waiters] = {}
         self.publisher: Publisher
         self.server: Server
 
@@ -118,7 +120,16 @@ class App:
         try:
             return self._routes[operation.name](connection, routed, value)
         finally:
-            self.publisher.settle()
+            self._settle()
+
+    def _settle(self) -> None:
+        self._state.advance(time.monotonic())
+        self.publisher.settle()
+        changed, self._state.engines = self._state.engines, set()
+        for engine in changed:
+            waiters = self._engine_waiters.pop(engine, None)
+            if waiters is not None:
+                waiters.tell(self.answer({}))
 
     def answer(self, value: Any) -> bytes:
         return self.server.answer(200, orjson.dumps(value))
@@ -137,7 +148,7 @@ class App:
         while True:
             await asyncio.sleep(EXPIRY_SECONDS)
             self._state.expire(time.monotonic())
-            self.publisher.settle()
+            self._settle()
 
     # what anyone may ask
 
@@ -303,6 +314,26 @@ class App:
         where = (body["node"], body["run"], routed.job, body["epoch"], body["step"])
         aborted = self._state.abort(*where, body["attempt"], body["reason"])
         return self._told({"aborted": aborted}, routed.job)
+
+    def _tell(self, connection: Connection, routed: Routed, body: Body) -> Outcome:
+        name = routed.places["engine"]
+        told, now = told_of(msgspec.to_builtins(body)), time.monotonic()
+        engine = self._state.tell(body["node"], body["run"], routed.job, name, told, now)
+        return self._told({"seq": engine.seq, **engine.shown}, routed.job)
+
+    def _look(self, connection: Connection, routed: Routed, body: Body) -> bytes:
+        asked = body["node"], body["run"], routed.job, routed.places["engine"]
+        engine = self._state.look(*asked, time.monotonic())
+        return self.answer({"look": engine.look})
+
+    def _watch_engine(self, connection: Connection, routed: Routed, body: bytes) -> Outcome:
+        job, name = self._state.jobs.get(routed.job), routed.places["engine"]
+        engine = job.engines.get(name) if job is not None else None
+        if engine is None or engine.seq != routed.query.get("after", 0):
+            return self.answer({})
+        waiters = self._engine_waiters.setdefault((routed.job, name), Waiters(self.server.answer(204, b"")))
+        waiters.add(connection, routed.query.get("timeout_ms", DEFAULT_WAIT_MS) / 1000)
+        return None
 
     def _ticket(self, connection: Connection, routed: Routed, body: Body) -> Outcome:
         if self.publisher.held(routed.job):

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from awexd.metaserver.rounds import Engine
 from awexd.store.model import VersionKey
 from awexd.tickets import Ticket
 
@@ -172,6 +173,7 @@ class Job:
         high: the last step that was committed in this epoch; -1 for none. It never goes back.
         committed: recent commits, each with its attempt and its number of ranks, for whoever asks again.
         aborted: recent attempts that were aborted, and why.
+        engines: those whose workers are on several nodes, or may be.
         seq: of its last change; see ``State.seq``.
     """
 
@@ -187,6 +189,7 @@ class Job:
     aborted: OrderedDict[int, str] = field(default_factory=OrderedDict)
     versions: dict[VersionKey, Version] = field(default_factory=dict)
     reports: dict[str, Report] = field(default_factory=dict)
+    engines: dict[str, Engine] = field(default_factory=dict)
     seq: int = 0
 
     @property

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
-from awexd.metaserver import sources, writing
+from awexd.metaserver import rounds, sources, writing
 from awexd.metaserver.model import (
     MAX_JOBS,
     MAX_JOBS_OF_A_NODE,
@@ -41,7 +42,8 @@ class State:
     """Nodes and jobs of one cluster.
 
     ``touched``: jobs that have changed; ``records``: what of them must be on disk before that is told; ``notes``: what
-    happened, oldest first. Whoever runs this empties all three. ``nodes_changed`` counts changes of the list of nodes.
+    happened, oldest first; ``engines``: (job, engine) whose rounds have changed. Whoever runs this empties all four.
+    ``nodes_changed`` counts changes of the list of nodes.
 
     Args:
         run: names this process.
@@ -57,6 +59,7 @@ class State:
         self.touched: set[str] = set()
         self.records: dict[str, Record] = {}
         self.notes: list[Note] = []
+        self.engines: set[tuple[str, str]] = set()
         self.nodes_changed = 0
         self._first = self._next_attempt = first
 
@@ -135,6 +138,8 @@ class State:
             job = self.jobs.get(name)
             if job is not None:
                 writing.lose(job, node.name, f"node {node.name} is gone")
+                for engine in job.engines.values():
+                    rounds.lose(engine, node.name, f"node {node.name} is gone: {why}")
                 self._drop_report(job, node.name)
 
     def _drop_report(self, job: Job, node: str) -> None:
@@ -256,6 +261,8 @@ class State:
             return
         told = job.reports.get(name)
         writing.lose(job, name, f"node {name} closed the job")
+        for engine in job.engines.values():
+            rounds.lose(engine, name, f"node {name} has nothing of the job any more")
         self._drop_report(job, name)
         decided = told is not None and told.local and not any(report.local for report in job.reports.values())
         if (decided and not job.members) or (told is not None and told.joined):
@@ -268,6 +275,7 @@ class State:
         for node in self.nodes.values():
             node.jobs.discard(job_name)
         self.touched.add(job_name)
+        self.engines |= {(job_name, engine) for engine in job.engines}
         self.records[job_name] = Record(job_name, job.epoch, 0, 0, -1, (), closed=True)
         self.note("closed", job_name, "", why)
 
@@ -360,6 +368,65 @@ class State:
         self.note("withdrawn", job_name, "", f"rolled back to epoch {job.epoch} step {step}")
         self.touched.add(job_name)
         return gone
+
+    # engines whose workers are on several nodes
+
+    def tell(
+        self, name: str, run: str, job_name: str, engine_name: str, told: rounds.Told, now: float
+    ) -> rounds.Engine:
+        """All that a node says of an engine; see ``rounds.tell``.
+
+        Raises:
+            VersionUnavailable: the job is not known: its nodes report it first.
+            BudgetExceeded: too many engines.
+        """
+        node = self.node(name, run)
+        job = self.find(job_name)
+        node.jobs.add(job_name)
+        engine = job.engines.get(engine_name)
+        if engine is None:
+            if len(job.engines) >= rounds.MAX_ENGINES:
+                raise BudgetExceeded(f"{job_name}: {rounds.MAX_ENGINES} engines span nodes already")
+            engine = job.engines[engine_name] = rounds.Engine(engine_name, told.world_size)
+        try:
+            rounds.tell(job_name, engine, name, told)
+        finally:
+            self._advance(job, now)
+        return engine
+
+    def look(self, name: str, run: str, job_name: str, engine_name: str, now: float) -> rounds.Engine:
+        """Has every node of that engine say anew how its workers are.
+
+        Raises:
+            VersionUnavailable: it is not known here.
+        """
+        self.node(name, run)
+        engine = self.find(job_name).engines.get(engine_name)
+        if engine is None:
+            raise VersionUnavailable(f"{job_name}: no node has told of engine {engine_name}")
+        engine.look += 1
+        self._advance(self.find(job_name), now)
+        return engine
+
+    def advance(self, now: float) -> None:
+        """What follows for engines from what has changed since."""
+        for name in self.touched:
+            job = self.jobs.get(name)
+            if job is not None and job.engines:
+                self._advance(job, now)
+
+    def _advance(self, job: Job, now: float) -> None:
+        commits = rounds.Commits(job.name, now, job.attempt_of, job.aborted)
+        for engine in list(job.engines.values()):
+            for failed in rounds.advance(engine, commits):
+                self.note("failed", job.name, "", failed.message)
+            if not engine.parties:
+                del job.engines[engine.name]
+            shown: dict[str, Any] = rounds.view(engine)
+            if shown != engine.shown:
+                engine.shown = shown
+                engine.seq += 1
+                self.engines.add((job.name, engine.name))
 
     # transfers
 

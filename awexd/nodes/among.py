@@ -10,6 +10,7 @@ from awexd.nodes.announcing import Announcer
 from awexd.nodes.following import Following
 from awexd.nodes.mapped import Mapped
 from awexd.nodes.mirroring import PEERS
+from awexd.nodes.rounds import Rounds
 from awexd.nodes.serving import Serving
 from awexd.peers.tcp import Tcp
 from awexd.service import Service
@@ -42,6 +43,8 @@ class Cluster:
             self._serving = Serving(service, self._server, self._mapped)
         self._announcer.address = address
         self._following = Following(service, self._announcer, self._serving, self._mapped)
+        self._rounds = Rounds(service, self._announcer)
+        self.seen = self._rounds.seen
 
     def status(self) -> dict[str, Any]:
         """For people."""
@@ -58,6 +61,7 @@ class Cluster:
             if self._server is not None:
                 self._ending.append(group.create_task(self._server.run()))
             group.create_task(self._announcer.keep())
+            group.create_task(self._rounds.run())
 
     async def stop(self, running: asyncio.Task[None]) -> None:
         """Ends it; returns when nothing is fetched or served any more."""

@@ -101,6 +101,10 @@ class Announcer:
         """The clock of the MetaServer's process of that name, as far as known: behind by at most an answer's way."""
         return int((time.monotonic() + self._clock) * 1000) if run == self._run else None
 
+    def here_at(self, clock_ms: int) -> float:
+        """A moment of the MetaServer's clock by this process's (monotonic); late by at most an answer's way."""
+        return clock_ms / 1000 - self._clock
+
     def status(self) -> dict[str, Any]:
         """For people."""
         return {"url": self._url, "node": self.node, "connected": self._problem is None, "problem": self._problem}

@@ -60,6 +60,7 @@ class Engines:
                 digest=arguments["digest"],
                 version=tuple(arguments["version"]) if arguments["version"] else None,
                 updates=arguments["updates"],
+                alone=bool(arguments["alone"]),
             )
         worker = self._store.worker_of(call.session)[1]
         worker.aside = arguments["aside"] or []
@@ -73,6 +74,9 @@ class Engines:
         digests = self._store.siblings(call.session)
         if isinstance(digests, Wait):
             return digests
+        job, worker = self._store.worker_of(call.session)
+        if any(self._service.shelf.body(digest) is None for digest in digests):
+            return Wait(job.name, lambda: f"the MetaServer to give the manifests of engine {worker.engine}")
         index, fd = self._service.shelf.bundle(digests)
         return Reply({"ranks": digests, "bodies": index}, [fd])
 
@@ -82,7 +86,8 @@ class Engines:
         seconds = min(call.arguments["lease_ms"] / 1000, self._service.settings.lease_ttl)
         before = worker.waiting_until
         try:
-            resolved = self._store.resolve(call.session, step, seconds, stage, time.monotonic())
+            when = {"asked": call.began, "until": self._until(call)}
+            resolved = self._store.resolve(call.session, step, seconds, stage, time.monotonic(), **when)
         finally:
             worker.waiting_until = before if stage else 0.0
         if isinstance(resolved, Wait):
@@ -97,6 +102,7 @@ class Engines:
             "lease": lease.id,
             "lease_ms": int(seconds * 1000),
             "updates": None if stage else worker.round + 1,
+            "alone": job.engines[worker.engine].whole,
             "set": version.set_digest,
             "segments": [[s.id, s.nbytes if s.borrowed else HEADER_BYTES + s.nbytes, s.checksums] for s in segments],
             "borrowed": version.borrowed,

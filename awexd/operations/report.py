@@ -6,7 +6,7 @@ import itertools
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
 import orjson
@@ -15,6 +15,7 @@ from awexd import __version__, access
 from awexd.service import EVENTS, Call, Reply, Service
 from awexd.store import Wait, phases
 from awexd.store.model import Engine, Job, SegmentState, Version, Worker, Writer
+from awexd.store.spanning import spans
 from awexd_transports.errors import VersionUnavailable
 
 PAGE_BYTES = 1 << 18
@@ -31,6 +32,8 @@ class Report:
         """What there is to say of the MetaServer, where there is one."""
         self.following: Callable[[Job], dict[str, Any] | None] = lambda job: None
         """What there is to say of a job that is decided on another node."""
+        self.seen: Callable[[Job, Engine, float], Awaitable[None]] | None = None
+        """Returns once the other nodes of an engine have told how its workers are."""
         service.add({"status": self._status, "versions": self._versions, "sessions": self._sessions})
         service.add({"events": self._events, "read.engine": self._one_engine, "manifests": self._manifests})
 
@@ -155,22 +158,31 @@ class Report:
         engines = [self._engine(engine) for engine in job.engines.values()]
         return _job(job) | {"engines": engines, "elsewhere": self.following(job)}
 
-    def _one_engine(self, call: Call) -> Reply:
-        """For whoever drives an engine's workers: what each of them has come to."""
+    def _one_engine(self, call: Call) -> Reply | Coroutine[Any, Any, Reply]:
+        """For whoever drives an engine's workers: what each of them has come to, on other nodes, too."""
         name = access.qualify(call.arguments["job"], call.peer)
         job = self._service.store.jobs.get(name)
         access.check_read(name, job, call.peer)
         engine = job.engines.get(call.arguments["engine"]) if job else None
         if engine is None:
             raise VersionUnavailable(f"{name}: no worker of engine {call.arguments['engine']} has registered")
+        return self._seen(job, engine, call) if job and spans(engine) else Reply(self._engine(engine))
+
+    async def _seen(self, job: Job, engine: Engine, call: Call) -> Reply:
+        if self.seen is not None:
+            await self.seen(job, engine, call.deadline)
         return Reply(self._engine(engine))
 
     def _engine(self, engine: Engine) -> dict[str, Any]:
         workers = [
             _worker(worker)
             | {"waiting": engine.waits(worker, time.monotonic()), "staged": self._service.store.staged(worker)}
-            for _, worker in sorted(engine.workers.items())
+            for worker in engine.workers.values()
         ]
+        for other in engine.spanning.others.values() if engine.spanning is not None else ():
+            more: dict[str, Any] = {"waiting": False, "node": other.node}
+            workers += [dict(row) | more for row in other.workers.values()]
+        workers.sort(key=lambda row: row["rank"])
         return {"engine": engine.name, "world_size": engine.world_size, "workers": workers}
 
     def _visible(self, call: Call) -> list[Job]:

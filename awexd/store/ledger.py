@@ -117,7 +117,7 @@ class Ledger:
         self.touched.add(job.name)
         if len(job.versions) > max(job.keep, 1):
             for version in [version for version in job.kept() if not version.borrowed][max(job.keep, 1) :]:
-                version.retired = True
+                version.retired = not any(self.leases[lease].spans for lease in version.leases)
         for version in [v for v in job.versions.values() if v.leaving and not _in_use(job, v)]:
             del job.versions[version.key]
             for segment_id in version.segments:

@@ -9,6 +9,7 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
+from awexd.store.agreed import Spanning, Wish
 from awexd.store.exchanging import Exchanges
 from awexd_transports.errors import AwexdError
 from awexd_transports.layout import digest_of
@@ -245,7 +246,10 @@ class Version:
 
 @dataclass(slots=True)
 class Lease:
-    """A hold on a version until ``expires``. ``session`` is empty for the hold of a whole round."""
+    """A hold on a version until ``expires``. ``session`` is empty for the hold of a whole round.
+
+    ``spans``: of one of several nodes, that others may still fetch it for: it does not retire.
+    """
 
     id: str
     job: str
@@ -253,6 +257,7 @@ class Lease:
     session: str
     expires: float
     stage: bool = False
+    spans: bool = False
 
 
 class Result(NamedTuple):
@@ -283,6 +288,9 @@ class Worker:
         waiting_until: it has asked for a version to update to that is still to come, until then.
         failure: since it was last given a version.
         verified: what came of the last comparison of its version with a checkpoint, as ``read.verified`` told it.
+        wish: of an engine that spans nodes: what it waits for the other nodes to agree on.
+        placed: of such an engine: it is known which of its rounds this worker is in.
+        seen: the newest version that it was told of by ``read.wait``.
     """
 
     session: str
@@ -302,6 +310,9 @@ class Worker:
     result: Result | None = None
     failure: Failure | None = None
     verified: dict[str, Any] | None = None
+    wish: Wish | None = None
+    placed: bool = False
+    seen: VersionKey | None = None
 
     def takes(self, version: Version) -> bool:
         """Whether it can read that version."""
@@ -334,6 +345,8 @@ class Engine:
 
     Attributes:
         awaiting: sessions that drive its workers and wait for a version for them: their user, and until when.
+        whole: all its workers have been on this node at once; unless others turn up elsewhere, it is this node's alone.
+        spanning: what is known of its workers on other nodes, while not all are here.
     """
 
     name: str
@@ -342,6 +355,8 @@ class Engine:
     rounds: dict[int, Round] = field(default_factory=dict)
     completed: VersionKey | None = None
     awaiting: dict[str, tuple[int, float]] = field(default_factory=dict)
+    whole: bool = False
+    spanning: Spanning | None = None
 
     @property
     def absent(self) -> list[int]:

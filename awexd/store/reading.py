@@ -47,6 +47,7 @@ def register(job: Job, worker: Worker, world_size: int) -> None:
     worker.epoch = job.epoch
     worker.round = _round_to_join(engine, worker.rank)
     engine.workers[worker.rank] = worker
+    engine.whole = engine.whole or not engine.absent
 
 
 def resume(engine: Engine, worker: Worker, updates: int) -> list[str]:
@@ -54,7 +55,7 @@ def resume(engine: Engine, worker: Worker, updates: int) -> list[str]:
 
     Its last one is a round that siblings may not have finished: they must get the same version.
     """
-    worker.round = updates
+    worker.round, worker.placed = updates, True
     if updates and worker.version:
         last = engine.rounds.setdefault(updates - 1, Round(worker.version))
         if last.key == worker.version:
@@ -63,11 +64,14 @@ def resume(engine: Engine, worker: Worker, updates: int) -> list[str]:
 
 
 def siblings(job: Job, worker: Worker) -> Wait | list[str]:
-    """The manifests of every worker of the engine, once all have registered."""
+    """The manifests of every worker of the engine, once all have registered, on this node or another."""
     engine = job.engines[worker.engine]
-    if engine.absent:
-        return Wait(job.name, lambda: f"{describe_ranks(engine.absent)} of engine {engine.name} to register")
-    return [engine.workers[rank].digest for rank in range(engine.world_size)]
+    digests = engine.spanning.digests if engine.spanning is not None else {}
+    digests = digests | {rank: one.digest for rank, one in engine.workers.items()}
+    absent = set(range(engine.world_size)) - digests.keys()
+    if absent:
+        return Wait(job.name, lambda: f"{describe_ranks(absent)} of engine {engine.name} to register")
+    return [digests[rank] for rank in range(engine.world_size)]
 
 
 def choose(job: Job, worker: Worker, step: int | None, stage: bool) -> Wait | Version:
@@ -97,6 +101,11 @@ def choose(job: Job, worker: Worker, step: int | None, stage: bool) -> Wait | Ve
     if current is not None:
         fixed = _of_round(job, engine, worker, current, step)
         return fixed if worker.finds(fixed) else rest(job, worker, fixed)
+    return pick(job, worker, step)
+
+
+def pick(job: Job, worker: Worker, step: int | None) -> Wait | Version:
+    """The version that a new round of this worker's engine is to be for; see ``choose``."""
     if step is None:
         held = visible(job, worker)
         if not held:
@@ -219,6 +228,8 @@ def confirm(engine: Engine, worker: Worker, key: VersionKey) -> list[str]:
 def give_up(engine: Engine, worker: Worker) -> list[str]:
     """This worker's update failed: its retry joins the same round, unless nobody has got anything in it yet."""
     current = engine.rounds.get(worker.round)
+    if engine.spanning is not None:
+        engine.spanning.gave_up(worker.round, worker.rank)
     if current is None:
         return []
     current.active.discard(worker.rank)
@@ -235,7 +246,11 @@ def leave(engine: Engine, worker: Worker) -> list[str]:
             current.confirmed.discard(worker.rank)
             current.active.discard(worker.rank)
     ended = _drop_unused(engine)
+    if worker.wish is not None:
+        ended.append(worker.wish.lease)
+        worker.wish = None
     if not engine.workers:
+        ended += engine.spanning.leases() if engine.spanning is not None else []
         ended += [lease for current in engine.rounds.values() for lease in current.holds]
         engine.rounds.clear()
     return ended

@@ -28,6 +28,7 @@ from awexd.store.model import (
     describe_ranks,
 )
 from awexd.store.slots import Shortfall
+from awexd.store.spanning import Spanned
 from awexd.store.writing import Begun
 from awexd_transports.errors import AwexdError, EpochChanged, VersionUnavailable
 
@@ -41,7 +42,7 @@ class Resolved(NamedTuple):
     lease: Lease
 
 
-class Store(Grouping, Mirroring):
+class Store(Grouping, Mirroring, Spanned):
     """The operations of writers, workers and commands on the ledger."""
 
     # writing
@@ -265,11 +266,12 @@ class Store(Grouping, Mirroring):
         digest: str,
         version: VersionKey | None = None,
         updates: int | None = None,
+        alone: bool = False,
     ) -> None:
         """Registers an inference process.
 
         One that comes back after a restart of ours says what ``version`` it runs on and how many ``updates`` its engine
-        had got with it, so that rounds go on where they were.
+        had got with it, so that rounds go on where they were; ``alone``: all workers of its engine were on this node.
         """
         self._check_role(session, job, worker=(engine, rank))
         worker = Worker(session.id, session.pid, session.uid, engine, rank, digest, 0, 0)
@@ -281,6 +283,7 @@ class Store(Grouping, Mirroring):
         if session.worker:
             self._end_leases([*session.leases, *reading.leave(job.engines[engine], session.worker[1])])
         reading.register(job, worker, world_size)
+        job.engines[engine].whole |= alone
         if version:
             worker.state, worker.version, worker.epoch = "ready", version, version[0]
         if updates is not None:
@@ -294,15 +297,30 @@ class Store(Grouping, Mirroring):
         return reading.siblings(job, worker)
 
     def resolve(
-        self, session: Session, step: int | None, lease_seconds: float, stage: bool, now: float
+        self,
+        session: Session,
+        step: int | None,
+        lease_seconds: float,
+        stage: bool,
+        now: float,
+        *,
+        asked: float = 0.0,
+        until: float = 0.0,
     ) -> Wait | Resolved:
-        """Leases a version to the session's worker; see :func:`reading.choose`."""
+        """Leases a version to the session's worker; see :func:`reading.choose`.
+
+        ``asked``, ``until``: of the request, where an engine spans nodes; see :meth:`Spanned.agree_on`.
+        """
         job, worker = self.worker_of(session)
         stale = [lease for lease in session.leases if self.leases[lease].stage == stage]
         if stale and not stage:
             stale += reading.give_up(job.engines[worker.engine], worker)
         self._end_leases(stale)
-        outcome = reading.choose(job, worker, step, stage)
+        engine = job.engines[worker.engine]
+        if self.clustered and not stage and engine.absent:
+            outcome: Wait | Version = self.agree_on(job, engine, worker, step, asked, now, until)
+        else:
+            outcome = reading.choose(job, worker, step, stage)
         if isinstance(outcome, Wait):
             return outcome
         lease = self._lease(job, outcome, session.id, now + lease_seconds, stage)
@@ -339,12 +357,6 @@ class Store(Grouping, Mirroring):
         job, _ = self.worker_of(session)
         return {segment for lease in session.leases for segment in job.versions[self.leases[lease].key].segments}
 
-    def staged(self, worker: Worker) -> VersionKey | None:
-        """The version under lease for the worker's update."""
-        session = self.sessions.get(worker.session)
-        leases = [self.leases[lease] for lease in session.leases] if session else []
-        return next((lease.key for lease in leases if not lease.stage), None)
-
     def release(self, session: Session, lease_id: str | None, dirty: bool) -> None:
         """The update under that lease was given up; ``dirty``: after it had touched the destination."""
         job, worker = self.worker_of(session)
@@ -358,7 +370,10 @@ class Store(Grouping, Mirroring):
 
     def newest_since(self, session: Session, step: int) -> Wait | VersionKey:
         job, worker = self.worker_of(session)
-        return reading.newest_since(job, worker, step)
+        newest = reading.newest_since(job, worker, step)
+        if not isinstance(newest, Wait):
+            worker.seen = newest
+        return newest
 
     def await_version(self, session: Session, job: Job, engine: str, step: int | None, until: float) -> Wait | None:
         """The session drives that engine's workers, which are idle while it waits here, and will update them."""

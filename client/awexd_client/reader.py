@@ -90,6 +90,8 @@ class WorkerWeightsReader(Preparing):
         self._state: State = "empty"
         self._version: tuple[int, int] | None = None
         self._updates: int | None = None
+        self._alone = False
+        """As of the last update: all workers of the engine were on this node, whose business its rounds are."""
         self._leased: str | None = None
         self._confirmed: Asked | None = None
         self._prefetching: threading.Thread | None = None
@@ -279,6 +281,7 @@ class WorkerWeightsReader(Preparing):
             digest=manifest.digest,
             version=list(self._version) if self._version else None,
             updates=self._updates,
+            alone=self._alone,
             aside=_reasons(holding.weights) or None,
             devices=self._devices(holding) or None,
         )
@@ -324,6 +327,7 @@ class WorkerWeightsReader(Preparing):
         self._settle_confirmed()
         self._refresh()
         answer = self._resolve(step, deadline, stage=False)
+        self._alone = answer["alone"]
         try:
             with self._in_use:
                 prepared = self._prepare(answer, deadline)

@@ -302,7 +302,7 @@ FIELDS = sorted(
 def test_every_route_answers_anything_with_what_the_document_says(shared: MetaServer, data: st.DataObject) -> None:
     template, method, found = data.draw(st.sampled_from(ROUTES))
     part = st.sampled_from(["a", "n0", "grpo", "..", "%00", "A" * 101, DIGEST])
-    path = template.format(**{name: data.draw(part) for name in ("node", "owner", "name", "digest")})
+    path = template.format(**{name: data.draw(part) for name in ("node", "owner", "name", "engine", "digest")})
     if data.draw(st.booleans()):
         name = data.draw(st.sampled_from(["after", "timeout_ms", "limit", "run", "x"]))
         path += (

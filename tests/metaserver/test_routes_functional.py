@@ -71,6 +71,7 @@ def test_every_route_answers_as_the_document_says(pair: Client) -> None:
     pair.call("events")
     where = {"node": "n1", "run": RUN, "epoch": 1, "step": 1}
     pair.call("ticket", where | {"source": None, "avoid": [], "ranks": [0], "parts": None}, job=JOB)
+    agree_on(pair, attempt)
     pair.join(JOB, "n1", [1], 2, epoch=1)
     second = pair.begin(JOB, "n1", 1, 2, [1])
     pair.seal(JOB, "n1", 1, 2, second, [1])
@@ -84,6 +85,36 @@ def test_every_route_answers_as_the_document_says(pair: Client) -> None:
     pair.call("announce", {"run": RUN, "address": None, "version": "0"}, node="n1")
     stream(pair)
     assert wanted - Client.called == set()
+
+
+def agree_on(client: Client, attempt: int) -> None:
+    """Two nodes with a worker each of one engine, up to a round that both have."""
+    at: dict[str, Any] = {"job": JOB, "engine": "two"}
+    version = {"epoch": 1, "step": 1, "attempt": attempt}
+    silent: dict[str, Any] = {"wishes": [], "rounds": [], "cannot": [], "held": [[1, 1, attempt]], "look": 0}
+
+    def told(node: str, rank: int, **more: Any) -> dict[str, Any]:
+        row = {"rank": rank, "round": 3, "pid": 7, "state": "empty", "version": None, "digest": DIGEST, "staged": None}
+        row |= {"result": None, "failure": None, "verified": None, "aside": []}
+        return silent | {"node": node, "run": RUN, "world_size": 2, "workers": [row], **more}
+
+    wish = {"id": 1, "rank": 0, "number": 3, "any": False, **version}
+    seen = client.call("tell", told("n0", 0, wishes=[wish]), **at)
+    assert (seen["absent"], seen["rounds"]) == ([1], [])
+    seen = client.call("tell", told("n1", 1), **at)
+    (one,) = seen["rounds"]
+    assert (one["number"], one["settled"], one["have"]) == (3, False, ["n0"])
+    assert client.call("watch_engine", query={"after": seen["seq"], "timeout_ms": 0}, **at) is None
+    known = {"id": one["id"], "number": 3, "settled": False, "have": True, **version}
+    answer = client.call("tell", told("n1", 1, rounds=[known]), **at)
+    assert [(one["settled"], one["have"]) for one in answer["rounds"]] == [(True, ["n0", "n1"])]
+    assert client.call("watch_engine", query={"after": seen["seq"]}, **at) == {}
+    assert client.call("look", {"node": "n0", "run": RUN}, **at) == {"look": 1}
+    with pytest.raises(Failed, match="rank 0 of engine two is registered on node n0"):
+        client.call("tell", told("n1", 0), **at)
+    with pytest.raises(Failed, match="ranks below the world's size"):
+        client.call("tell", told("n1", 2), **at)
+    assert client.call("tell", told("n1", 1) | {"workers": []}, **at)["absent"] == [1]
 
 
 def worker(version: list[int] | None = None) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def test_every_route_has_its_operation_and_limits() -> None:
     found = schema.operations(schema.document())
     router = schema.Router(found)
     for one in found:
-        path = one.template.format(owner="a", name="b", node="n", digest="0" * 64)
+        path = one.template.format(owner="a", name="b", node="n", engine="e", digest="0" * 64)
         assert router.find(one.method, path)[0].name == one.name
         assert 0 <= one.max_bytes <= 64 << 20
     for method, path, status in (("GET", "/v1/nothing", 404), ("GET", "/v1/nodes/", 404), ("PATCH", "/v1/nodes", 405)):

@@ -50,7 +50,7 @@ def test_each_role_may_do_what_the_document_says_and_no_more(guarded: MetaServer
 def _status(server: MetaServer, method: str, template: str, token: str) -> int:
     """Of a request that fails for another reason, where it is let in."""
     connection = http.client.HTTPConnection(server.host, server.port, timeout=30)
-    path = template.format(node="n", owner="a", name="b", digest="0" * 64)
+    path = template.format(node="n", owner="a", name="b", engine="e", digest="0" * 64)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     connection.request(method.upper(), path, headers=headers)
     status = connection.getresponse().status
