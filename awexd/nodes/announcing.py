@@ -271,17 +271,17 @@ def report_of(job: Job) -> dict[str, Any]:
     }
 
 
-def _waiting(job: Job) -> list[int]:
-    """Ranks of which the MetaServer knows by nothing else."""
-    writers = job.pending.writers if job.pending is not None else {}
-    return sorted(rank for rank, writer in writers.items() if job.joined is None or writer.refused is not None)
-
-
 def _parts(version: Version) -> str | None:
     """What is served of it; of a part that an earlier daemon has left, nothing, which nobody else has too."""
     if version.part is None:
         return None
     return version.part.digest if version.served else UNSERVED
+
+
+def _waiting(job: Job) -> list[int]:
+    """Ranks of which the MetaServer knows by nothing else."""
+    writers = job.pending.writers if job.pending is not None else {}
+    return sorted(rank for rank, writer in writers.items() if job.joined is None or writer.refused is not None)
 
 
 def _engine(engine: Engine) -> dict[str, Any]:

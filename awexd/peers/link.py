@@ -10,9 +10,11 @@ import contextlib
 import socket
 import ssl
 import struct
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
+
+from awexd.peers.rows import scatter
 
 CHUNK = 1 << 20
 """Bytes moved by one turn of the loop: 0.2 ms of it."""
@@ -50,6 +52,13 @@ class Link(Protocol):
 
     async def send_rows(self, data: memoryview, run: int, stride: int, within: float) -> None:
         """Sends ``run`` bytes of every ``stride`` of ``data``, which ends with a row.
+
+        Raises:
+            ConnectionError, TimeoutError: as ``receive``.
+        """
+
+    async def receive_rows(self, into: memoryview, run: int, stride: int, within: float) -> None:
+        """Fills ``run`` bytes of every ``stride`` of ``into``, which ends with a row.
 
         Raises:
             ConnectionError, TimeoutError: as ``receive``.
@@ -153,24 +162,26 @@ class SocketLink:
                 await self._moved(step, self._loop.add_writer, self._loop.remove_writer, within)
 
     async def send_rows(self, data: memoryview, run: int, stride: int, within: float) -> None:
-        rows, at = (len(data) - run) // stride + 1, 0
-        most = min(VECTOR, max(1, CHUNK // run))
+        rows = _Rows(data, run, stride)
 
         def step() -> bool:
-            nonlocal at
-            row, begun = divmod(at, run)
-            starts = range(row * stride, min(rows, row + most) * stride, stride)
-            parts = [data[start : start + run] for start in starts]
-            try:
-                if begun:
-                    parts[0] = parts[0][begun:]
-                at += self._sock.sendmsg(parts)
-            finally:
-                for part in parts:
-                    part.release()
-            return at == rows * run
+            with rows.left() as parts:
+                return rows.went(self._sock.sendmsg(parts))
 
         await self._moved(step, self._loop.add_writer, self._loop.remove_writer, within)
+
+    async def receive_rows(self, into: memoryview, run: int, stride: int, within: float) -> None:
+        rows = _Rows(into, run, stride)
+
+        def step() -> bool:
+            with rows.left() as parts:
+                count = self._sock.recvmsg_into(parts)[0]
+            if not count:
+                raise ConnectionError("it closed the connection")
+            self.received += count
+            return rows.went(count)
+
+        await self._moved(step, self._loop.add_reader, self._loop.remove_reader, within)
 
     async def _moved(self, step: Step, watch: Watch, forget: Forget, within: float) -> None:
         if self._over:
@@ -197,6 +208,36 @@ class SocketLink:
         for move in self._moves:
             move.fail(ConnectionError("the connection was ended here"))
         self._sock.close()
+
+
+class _Rows:
+    """How far ``run`` bytes of every ``stride`` of some memory have been moved."""
+
+    def __init__(self, memory: memoryview, run: int, stride: int) -> None:
+        self._memory, self._run, self._stride = memory, run, stride
+        self._rows = (len(memory) - run) // stride + 1
+        self._most = min(VECTOR, max(1, CHUNK // run))
+        self._at = 0
+
+    @contextlib.contextmanager
+    def left(self) -> Iterator[list[memoryview]]:
+        """The next of them, as many as are moved at once."""
+        row, begun = divmod(self._at, self._run)
+        starts = range(row * self._stride, min(self._rows, row + self._most) * self._stride, self._stride)
+        parts = [self._memory[start : start + self._run] for start in starts]
+        try:
+            if begun:
+                with parts[0] as whole:
+                    parts[0] = whole[begun:]
+            yield parts
+        finally:
+            for part in parts:
+                part.release()
+
+    def went(self, count: int) -> bool:
+        """Whether that was all."""
+        self._at += count
+        return self._at == self._rows * self._run
 
 
 class _Move:
@@ -298,6 +339,14 @@ class TlsLink:
     async def send_rows(self, data: memoryview, run: int, stride: int, within: float) -> None:
         for at in range(0, len(data), stride):
             await self.send(data[at : at + run], within)
+
+    async def receive_rows(self, into: memoryview, run: int, stride: int, within: float) -> None:
+        rows, most = (len(into) - run) // stride + 1, max(1, CHUNK // run)
+        staged = memoryview(bytearray(min(rows, most) * run))
+        for first in range(0, rows, most):
+            part = staged[: min(most, rows - first) * run]
+            await self.receive(part, within)
+            scatter(part, into, first, run, stride)
 
     def abort(self) -> None:
         if not self._over:

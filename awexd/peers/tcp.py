@@ -7,8 +7,7 @@ from collections.abc import Coroutine
 from typing import Any, ClassVar, TypeVar
 
 from awexd.peers.greeting import introduce
-from awexd.peers.link import CHUNK, Link, connect
-from awexd.peers.rows import scatter
+from awexd.peers.link import Link, connect
 from awexd.peers.server import TcpServer
 from awexd.peers.settings import PeerSettings
 from awexd.peers.sums import Sum
@@ -99,7 +98,7 @@ class TcpLane:
         if answer != Frame(Kind.BYTES, piece, summed):
             raise ProtocolError(f"it answered with {answer.kind.name}: {answer.piece}")
         if piece.rows > 1:
-            await self._receive_rows(piece, into)
+            await self._link.receive_rows(into, piece.run, piece.stride, self._settings.stall)
         else:
             await self._link.receive(into, self._settings.stall)
         if not summed:
@@ -107,14 +106,6 @@ class TcpLane:
         tail = bytearray(SUM.size)
         await self._link.receive(memoryview(tail), self._settings.stall)
         return int(SUM.unpack(tail)[0])
-
-    async def _receive_rows(self, piece: Piece, into: memoryview) -> None:
-        most = max(1, CHUNK // piece.run)
-        staged = memoryview(bytearray(min(piece.rows, most) * piece.run))
-        for first in range(0, piece.rows, most):
-            part = staged[: min(most, piece.rows - first) * piece.run]
-            await self._link.receive(part, self._settings.stall)
-            scatter(part, into, first, piece.run, piece.stride)
 
 
 async def greeted(source: Source, subject: Subject, settings: PeerSettings) -> tuple[Link, tuple[str, ...]]:

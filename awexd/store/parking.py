@@ -125,7 +125,7 @@ def pin(job: Job, writer: Writer, key: VersionKey) -> Version:
     """Keeps a version, whatever is published later, until ``unpin``. Repeating it is harmless.
 
     Raises:
-        VersionUnavailable: it is not held.
+        VersionUnavailable: it is not held, or not all of it.
         VersionConflict: the rank has pinned another one.
     """
     other = pinned_by(job, writer.rank)
@@ -136,8 +136,9 @@ def pin(job: Job, writer: Writer, key: VersionKey) -> Version:
             f"{job.name}: rank {writer.rank} has offloaded into {other} already: restore() or discard() first"
         )
     version = job.held_of(*key)
-    if version is None:
-        raise VersionUnavailable(f"{job.name}: epoch {key[0]} step {key[1]} is not held; {job.describe_held()}")
+    if version is None or version.part is not None:
+        how = "not held" if version is None else "held in part"
+        raise VersionUnavailable(f"{job.name}: epoch {key[0]} step {key[1]} is {how}; {job.describe_held()}")
     job.pins.setdefault(key, set()).add(writer.rank)
     return version
 

@@ -60,6 +60,9 @@ def choose(job: Job, engine: Engine, known: Spanning, worker: Worker, step: int 
             worker.round += 1
             return choose(job, engine, known, worker, step)
         if agreed.ours or agreed.cannot is not None:
+            version = _version(job, agreed)
+            if version is not None and agreed.cannot is None and not worker.finds(version):
+                return rest(job, worker, version)
             return _handed_out(job, engine, agreed, worker)
         return Wait(job.name, lambda: _awaited(engine, known, worker))
     found = reading.pick(job, worker, step)
@@ -87,6 +90,17 @@ def _version(job: Job, agreed: Agreed) -> Version | None:
     version = job.versions.get(agreed.key)
     good = version is not None and version.attempt == agreed.attempt and not version.withdrawn
     return version if good else None
+
+
+def _lacks(job: Job, engine: Engine, version: Version) -> AwexdError | None:
+    """Why not all that workers here read of it will be here; None where it is, or may come: then it is asked for."""
+    try:
+        for worker in engine.workers.values():
+            if not worker.finds(version):
+                rest(job, worker, version)
+    except AwexdError as error:
+        return error
+    return None
 
 
 def _used(engine: Engine, number: int) -> bool:
@@ -299,10 +313,9 @@ class Spanned(Lending):
             version, until = _version(job, agreed), agreed.until or now + HOLD_SECONDS
             if version is None:
                 agreed.cannot = self._why_not(job, agreed)
-            elif lacking := [worker for worker in engine.workers.values() if not worker.finds(version)]:
-                agreed.cannot = _why_not_all(job, lacking[0], version)
-            elif not self._holds(agreed) and until > now:
-                agreed.cannot = None
+                continue
+            agreed.cannot = _lacks(job, engine, version)
+            if not self._holds(agreed) and until > now:
                 agreed.holds = [self._span(job, version, until)]
                 previous = job.versions.get(engine.completed) if engine.completed else None
                 if previous is not None and previous is not version:
@@ -328,8 +341,9 @@ class Spanned(Lending):
         return bool(agreed.holds) and agreed.holds[0] in self.leases
 
     def _has(self, job: Job, engine: Engine, agreed: Agreed) -> bool:
-        ready = self._holds(agreed) and _version(job, agreed) is not None and not _given_up(engine, agreed)
-        return ready or _used(engine, agreed.number)
+        version = _version(job, agreed)
+        here = version is not None and all(worker.finds(version) for worker in engine.workers.values())
+        return (self._holds(agreed) and here and not _given_up(engine, agreed)) or _used(engine, agreed.number)
 
     @staticmethod
     def _why_not(job: Job, agreed: Agreed) -> AwexdError | None:
@@ -401,15 +415,6 @@ def _adopt(job: Job, engine: Engine, known: Spanning) -> None:
         if number not in known.rounds and version is not None and _used(engine, number):
             agreed = Agreed(secrets.token_hex(8), number, current.key, version.attempt, settled=True)
             known.rounds[number] = agreed
-
-
-def _why_not_all(job: Job, worker: Worker, version: Version) -> AwexdError | None:
-    """Why what that worker reads of it will not be here; None where it may come: then it is asked for."""
-    try:
-        rest(job, worker, version)
-    except AwexdError as error:
-        return error
-    return None
 
 
 def _through(engine: Engine, known: Spanning) -> list[str]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from awexd.store import Segment, Version, Wait
+from awexd.store import Segment, Version, Wait, parking
 from awexd.store.ledger import Session
-from awexd.store.model import Part, VersionKey
+from awexd.store.model import Part, VersionKey, Writer
 from awexd_transports.errors import IntegrityError, VersionUnavailable
 from tests.awexd.test_store_mirroring import Node
 
@@ -100,6 +100,16 @@ def test_memory_of_a_version_that_grows_stays(node: Parted) -> None:
     node.store.extended(node.job, version, version.part)
     assert (1, 1) not in node.job.versions
     assert isinstance(node.slot(), Segment)
+
+
+def test_part_is_nobodys_only_copy_of_its_weights(node: Parted) -> None:
+    node.tell((1, 1), high=1)
+    version = node.bring_part((1, 1), "d")
+    writer = Writer("s9", 19, 0, "d0")
+    with pytest.raises(VersionUnavailable, match="is held in part"):
+        parking.pin(node.job, writer, (1, 1))
+    node.store.extended(node.job, version, None)
+    assert parking.pin(node.job, writer, (1, 1)) is version
 
 
 def test_older_whole_version_is_read_meanwhile(node: Parted) -> None:

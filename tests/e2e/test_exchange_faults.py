@@ -158,7 +158,13 @@ def test_daemon_is_killed_in_the_middle(daemon: Daemon, fork: Fork) -> None:
     victim.await_stop()
     restart(daemon)
     victim.resume()
-    crew.finish(2)
+    other = crew.workers[0]
+    assert other.finish()[:4] == [2, [], "nccl", "ready"]
+    with pytest.raises(RemoteError, match="step 3"):  # had it all of step 2 by then, its next call is what tells so
+        other.do("reader.wait(3, timeout=1)")
+    assert victim.finish()[:4] == [2, [], "nccl", "ready"]
+    for writer in crew.writers:
+        assert writer.finish()[0] == "direct"
     crew.recover(3)
     crew.close()
 

@@ -188,3 +188,18 @@ def test_trainer_on_two_nodes_whose_engines_read_a_part(folder: Path, forks: For
         cluster["b"].start()
         update(workers[0], 4)
         hand_over(5)
+
+
+def test_tp_engine_over_two_nodes_costs_each_its_half(folder: Path, forks: Forks) -> None:
+    with Cluster(folder, "a", "b", "c") as cluster:
+        trainer, workers = writer_on(cluster["a"], forks(1)[0]), forks(2)
+        for rank, name in enumerate("bc"):
+            reader_on(cluster[name], workers[rank], rank, rank=rank, size=2)
+        for step in (1, 2, 3):
+            trainer.do(PUBLISH.format(step=step))
+            assert together(workers, [UPDATE.format(step=step)] * 2) == [[step, []]] * 2
+        assert 3 * BYTES <= sent(cluster["a"]) <= 1.01 * 3 * BYTES
+        late = reader_on(cluster["b"], forks(1)[0], 1, engine="late")
+        update(late, 3)
+        trainer.do(PUBLISH.format(step=4))
+        assert together([*workers, late], [UPDATE.format(step=4)] * 3) == [[4, []]] * 3
