@@ -31,7 +31,6 @@ RENEWALS = 3
 """In the time after which a daemon that says nothing is gone."""
 BACKOFF_SECONDS = (0.1, 5.0)
 LEAVE_SECONDS = 2.0
-NOT_YET = "not announced yet"
 UNSERVED = "0"
 _TRANSIENT = (DaemonUnavailable, DeadlineExceeded)
 _log = logging.getLogger(__name__)
@@ -77,7 +76,7 @@ class Announcer:
         self._later: set[str] = set()
         self._bodies: set[str] = set()
         self._changed = asyncio.Event()
-        self._problem: str | None = NOT_YET
+        self._problem: str | None = "not announced yet"
         service.followers.append(self.changed)
 
     def changed(self, jobs: Collection[str]) -> None:
@@ -97,11 +96,6 @@ class Announcer:
     def problem(self) -> str:
         """Why the MetaServer does not know this node now; "" where it does."""
         return self._problem or ""
-
-    @property
-    def answers(self) -> bool:
-        """Whether the MetaServer did when it was asked last, or has yet to be asked."""
-        return self._problem in (None, NOT_YET)
 
     def _now_ms(self, run: str) -> int | None:
         """The clock of the MetaServer's process of that name, as far as known: behind by at most an answer's way."""

@@ -127,7 +127,7 @@ class Following:
 
     async def _look(self, name: str, uid: int) -> None:
         known = name in self._follows or not arrives(self._service.store.jobs.get(name))
-        if not known and self._client is not None and self._announcer.answers:
+        if not known and self._client is not None and not self._announcer.problem():
             await look(self._service, self._client, self._announcer.node, name, uid)
 
     def _start(self, group: asyncio.TaskGroup, follow: Follow) -> None:

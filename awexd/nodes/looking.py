@@ -14,7 +14,7 @@ from awexd.service import Service
 from awexd.store.model import Job
 from awexd_transports.errors import AwexdError
 
-LOOK_SECONDS = 2.0
+LOOK_SECONDS = 1.0
 """How long a trainer that arrives may wait for the MetaServer."""
 
 
