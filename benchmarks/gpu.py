@@ -153,8 +153,7 @@ def through_host(bench: Bench) -> Iterator[Figure]:
     with bench.pair.job("host", weights, mode="host") as job:
         yield replace(first.hand_over(job), name="first-update-host")
         for step in range(2, 2 + measure.WARM_ROUNDS):
-            job.publish(step)
-            job.update(step)
+            first.again(job, step)
         yield first.extra_memory("extra-memory-host")
         bench.host = measure.host_rounds(job, bench.rounds, weights.nbytes, first=step + 1, warm=1)
         yield from measure.host_figures(bench.host, weights)

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
@@ -82,9 +83,18 @@ def rounds_of(job: Job, bare: Bare, rounds: int) -> tuple[list[float], list[floa
 
 
 def handed_over(
-    two: Pair, name: str, weights: Weights, rounds: int, *, verify: str = "off", cut: Cut = WHOLE, beside: bool = False
+    two: Pair,
+    name: str,
+    weights: Weights,
+    rounds: int,
+    *,
+    verify: str = "off",
+    cut: Cut = WHOLE,
+    beside: bool = False,
+    ring_bytes: int | None = None,
 ) -> Figure:
-    with two.job(name, weights, mode="direct", transport="nccl", verify=verify, cut=cut) as job, Bare(two) as bare:
+    ways = {"mode": "direct", "transport": "nccl", "verify": verify}
+    with two.job(name, weights, **ways, cut=cut, ring_bytes=ring_bytes) as job, Bare(two) as bare:
         times, limits = rounds_of(job, bare, rounds)
         more = {how: statistics.median(bare.seconds(how) for _ in range(3)) * 1e3 for how in (BESIDE if beside else ())}
     found = measure.rate_figure(name, times, limits, weights)
@@ -92,11 +102,11 @@ def handed_over(
     return replace(found, bar=BARS.get(name), more=found.more | more, note=note)
 
 
-def memory(two: Pair, weights: Weights) -> Figure:
+def memory(two: Pair, weights: Weights, ring_bytes: int | None) -> Figure:
     """Growth of each GPU's memory in use from before the job is opened to after three hand-overs."""
     two.prepare(weights)
     before = [side.ask("memory")["used"] for side in two.sides]
-    with two.job("nccl-memory", weights, mode="direct", transport="nccl") as job:
+    with two.job("nccl-memory", weights, mode="direct", transport="nccl", ring_bytes=ring_bytes) as job:
         for step in (1, 2, 3):
             job.hand_over(step)
         taken = [(side.ask("memory")["used"] - used) / MIB for side, used in zip(two.sides, before, strict=True)]
@@ -111,8 +121,12 @@ def main() -> None:
     parser.add_argument("--only", metavar="NAME", action="append", help="groups to measure (default: all)")
     parser.add_argument("--quick", action="store_true", help="small sets: whether it works, not how fast")
     parser.add_argument("--host", action="store_true", help="between two processes' host memory")
+    parser.add_argument("--ring-mib", type=int, help="of each side's ring (default: awexd's)")
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS.relative_to(ROOT)}")
     arguments = parser.parse_args()
+    if arguments.write and (arguments.quick or arguments.ring_mib):
+        parser.error("such figures are not for keeping")
+    ring = arguments.ring_mib * MIB if arguments.ring_mib else None
     if devices() < 2 and not arguments.host:
         sys.exit("two NVIDIA GPUs are needed; --host needs none")
     sets = {kind: Weights(kind, *((16, 4) if arguments.quick else ())) for kind in ("dense", "moe")}
@@ -121,14 +135,18 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         path = stack.enter_context(daemon())
         two = stack.enter_context(pair(Place(path=ROOT, module=MODULE), path, devices=on))
+
+        def one(*given: Any, **more: Any) -> Iterator[Figure]:
+            yield handed_over(two, *given, **more)
+
         groups: dict[str, Callable[[], Iterator[Figure]]] = {
-            "nccl-dense": lambda: iter([handed_over(two, "nccl-dense", sets["dense"], rounds, beside=True)]),
-            "nccl-moe": lambda: iter([handed_over(two, "nccl-moe", sets["moe"], rounds, beside=True)]),
-            "nccl-reshard": lambda: iter([handed_over(two, "nccl-reshard", sets["moe"], rounds, cut=measure.HALVES)]),
-            "nccl-moe-checksum": lambda: iter(
-                [handed_over(two, "nccl-moe-checksum", sets["moe"], rounds, verify="checksum")]
+            "nccl-dense": lambda: one("nccl-dense", sets["dense"], rounds, beside=True, ring_bytes=ring),
+            "nccl-moe": lambda: one("nccl-moe", sets["moe"], rounds, beside=True, ring_bytes=ring),
+            "nccl-reshard": lambda: one("nccl-reshard", sets["moe"], rounds, cut=measure.HALVES, ring_bytes=ring),
+            "nccl-moe-checksum": lambda: one(
+                "nccl-moe-checksum", sets["moe"], rounds, verify="checksum", ring_bytes=ring
             ),
-            "nccl-memory": lambda: iter([memory(two, sets["moe"])]),
+            "nccl-memory": lambda: iter([memory(two, sets["moe"], ring)]),
         }
         if devices() >= len(FOUR) * 2:
             groups["nccl-two-by-two"] = lambda: two_by_two(

@@ -103,14 +103,11 @@ class Lender:
                 return None, choice["reason"]
         cuda.driver.synchronize(lent.devices)  # on every stream: what readers copy is what the caller sees
         self.take_back(deadline)
-        freed = None if self._freed is None else cuda.driver.freed(lent.devices)
-        there = freed is not None and freed == self._freed
         if lent.sums is not None:
-            if not there and lent.holding.watch.moved():
+            if not self._all_there(self._counted(lent)) and lent.holding.watch.moved():
                 raise self._moved(step)
             lent.sums.store()
-            there = True
-        return self._lend(step, lent, {**asked, "segment": lent.segment}, there, freed, deadline), ""
+        return self._lend(step, lent, {**asked, "segment": lent.segment}, deadline), ""
 
     def intends(self, holding: Holding) -> bool:
         """For a registration: whether this rank will declare that memory, without a look at each allocation."""
@@ -136,30 +133,20 @@ class Lender:
                 raise
             return self._writer._ask("write.choose", deadline.left(), **asked, why_not=error.message[:MAX_WHY])
 
-    def _lend(
-        self,
-        step: int,
-        lent: Lent,
-        asked: dict[str, Any],
-        there: bool,
-        freed: tuple[int, ...] | None,
-        deadline: Deadline,
-    ) -> Publication:
+    def _lend(self, step: int, lent: Lent, asked: dict[str, Any], deadline: Deadline) -> Publication:
         """Looks at the tensors while readers are told, who begin once the memory is known to be there still.
 
         Whether they are the same tensors, where they were and of the same form, is looked at while readers copy: until
-        then no update is a success.
-
-        Args:
-            there: that is known already. ``freed``: what the driver said just before.
+        then no update is a success. What is lent with checksums is known to be there: they were taken of it.
         """
         writer, words, watch = self._writer, lent.description.words, lent.holding.watch
         words.take_back()  # what an attempt at this step came to that another rank gave up
         words.say(Words.OFFERED, step)
-        if there:
-            words.say(Words.LOOKED, step)
         arguments = {**asked, "checksums": lent.sums is not None}
         sent = writer._connection.ask("write.borrow", arguments, timeout=deadline.left())
+        freed = self._counted(lent)
+        if lent.sums is not None or self._all_there(freed):
+            words.say(Words.LOOKED, step)
         good = not watch.moved()
         if good:
             words.say(Words.LOOKED, step)
@@ -183,6 +170,14 @@ class Lender:
         # Others may find yet that theirs has moved: then it never was.
         publication._committed, publication.nbytes = answer["committed"] and writer.world_size == 1, lent.nbytes
         return publication
+
+    def _counted(self, lent: Lent) -> tuple[int, ...] | None:
+        """What the driver says of that memory's devices; None where it does not count all."""
+        return None if self._freed is None else cuda.driver.freed(lent.devices)
+
+    def _all_there(self, freed: tuple[int, ...] | None) -> bool:
+        """Whether that says that nothing has been given back since all was last found to be there."""
+        return freed is not None and freed == self._freed
 
     def _moved(self, step: int) -> VersionConflict:
         """The tensors are looked up where they are now; the error that has them lent again."""

@@ -18,7 +18,7 @@ from awexd.bench.figures import Figure
 from awexd.bench.gpu import command, kills, lasting
 from awexd.bench.gpu.daemon_state import in_use, settled
 from awexd.bench.gpu.measure import HALVES, First, direct, direct_rows, host_figures, host_rounds, swap, swap_park
-from awexd.bench.gpu.pair import Pair, Place, pair
+from awexd.bench.gpu.pair import Job, Pair, Place, pair
 from awexd.bench.gpu.weights import Weights
 from awexd.bench.link import SideFailed
 from awexd_client.session import Connection
@@ -90,6 +90,27 @@ def test_through_host_memory_and_back_at_once(sides: Pair, socket: str) -> None:
     assert all((one.value or 0) > 0 for one in (publish, update, both, parked))
     assert parked.more["restore"] > 0
     assert in_use(socket)["bytes"] == 0
+
+
+def test_device_memory_that_a_later_slot_takes_counts_too(
+    sides: Pair, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, taken = First(sides, MOE), Path(place.device[2]) / "taken"
+    with sides.job("slots", MOE, mode="host") as job:
+        first.hand_over(job)
+        update = job.update
+
+        def takes(step: int) -> float:
+            taken.write_bytes(bytes(2 << 20))
+            return update(step)
+
+        monkeypatch.setattr(Job, "update", lambda _, step: takes(step))
+        try:
+            first.again(job, 2)
+        finally:
+            taken.unlink()
+        found = first.extra_memory("extra-memory-host")
+    assert (found.value, found.more["writer"], found.more["reader"]) == (2, 0, 2)
 
 
 def test_device_memory_that_a_side_takes_is_told_as_that_sides(sides: Pair, place: Place) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -420,3 +422,21 @@ def test_what_differs_on_a_device_is_found_by_its_index() -> None:
     found = table.first_difference()
     assert found is not None
     assert (found.label, found.index) == ("w", (0, 1))
+
+
+def test_a_ring_takes_little_more_than_its_halves() -> None:
+    """In a process of its own, which has made no streams yet."""
+    code = """
+import torch
+from awexd_transports.cuda.ring import ring
+held = torch.zeros(1, device="cuda")
+before = torch.cuda.mem_get_info()[0]
+held = ring(0)
+for stream in (held.gathering, held.sending):
+    with torch.cuda.stream(stream):
+        held.halves[0].memory.zero_()
+torch.cuda.synchronize()
+print(before - torch.cuda.mem_get_info()[0])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert int(done.stdout) <= 2 * HALF + (8 << 20)

@@ -75,6 +75,17 @@ class First:
         note = "a reader's registration and its first update: plan, mappings, table; more: the trainer's side"
         return Figure("first-update", job.first["reader"] + updated, "s", more=parts, note=note)
 
+    def again(self, job: Job, step: int) -> None:
+        """Publishes and updates a later step through host memory: each slot takes its own of the device."""
+        before = self._pair.writer.ask("memory")
+        job.publish(step)
+        writer = self._pair.writer.ask("memory")
+        job.update(step)
+        reader = self._pair.reader.ask("memory")
+        self.extra.writer += max(0, writer["used"] - before["used"])
+        self.extra.reader += max(0, reader["used"] - writer["used"])
+        self._reserved = writer["reserved"], reader["reserved"]
+
     def extra_memory(self, name: str) -> Figure:
         """Asked after all rounds: what torch's allocator had reserved at most counts too."""
         for at, (kind, side) in enumerate((("writer", self._pair.writer), ("reader", self._pair.reader))):

@@ -159,11 +159,14 @@ class Pair:
         transport: str = "auto",
         verify: str = "off",
         cut: Cut = WHOLE,
+        ring_bytes: int | None = None,
     ) -> Iterator[Job]:
         """A job of its own while the block runs."""
         job = f"bench-{os.getpid()}-{name}"
         self.prepare(weights, cut)
-        ways = {"mode": mode, "transport": transport, "verify": verify}
+        ways: dict[str, Any] = {"mode": mode, "transport": transport, "verify": verify}
+        if ring_bytes is not None:
+            ways["ring_bytes"] = ring_bytes
         given: dict[str, Any] = {"job": job, "socket": self.socket, **ways}
         try:
             first = {"writer": self._open(self.writers, **given, keep=KEEP)}

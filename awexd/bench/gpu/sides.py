@@ -9,7 +9,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from awexd.bench.gpu.devices import Device, device_of
 from awexd.bench.gpu.side import GpuSide, Source, Target
@@ -46,11 +46,11 @@ class WriterSide(Source):
         keep: int = 1,
         rank: int = 0,
         world_size: int = 1,
-        transport: str = "auto",
+        **ways: Any,
     ) -> Answer:
         started = nanoseconds()
         writer = self._writers[job] = WeightWriter(
-            job, rank, world_size, socket, mode=mode, transport=transport, verify=verify, keep=keep, timeout=SECONDS
+            job, rank, world_size, socket, mode=mode, verify=verify, keep=keep, timeout=SECONDS, **ways
         )
         writer.register([part.shard(tensor) for part, tensor in self.held], timeout=SECONDS)
         return {"seconds": (nanoseconds() - started) / 1e9}
@@ -120,11 +120,11 @@ class ReaderSide(Target):
         mode: str,
         rank: int = 0,
         world_size: int = 1,
-        transport: str = "auto",
+        **ways: Any,
     ) -> Answer:
         started = nanoseconds()
         reader = self._readers[job] = WorkerWeightsReader(
-            job, "bench", rank, world_size, socket, mode=mode, transport=transport, verify=verify, timeout=SECONDS
+            job, "bench", rank, world_size, socket, mode=mode, verify=verify, timeout=SECONDS, **ways
         )
         reader.register([part.shard(tensor) for part, tensor in self.held], timeout=SECONDS)
         return {"seconds": (nanoseconds() - started) / 1e9}

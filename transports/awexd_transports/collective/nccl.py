@@ -45,8 +45,7 @@ def library() -> ctypes.CDLL | None:
         found.ncclCommInitRank.argtypes = [ctypes.POINTER(pointer), rank, _UniqueId, rank]
         for name in ("ncclSend", "ncclRecv"):
             getattr(found, name).argtypes = [pointer, ctypes.c_size_t, ctypes.c_int, rank, pointer, pointer]
-        for name in ("ncclCommAbort", "ncclCommDestroy"):
-            getattr(found, name).argtypes = [pointer]
+        found.ncclCommAbort.argtypes = [pointer]
     except (OSError, AttributeError):
         return None
     return found
@@ -104,12 +103,13 @@ class NcclGroup:
 
     def abort(self) -> None:
         self._aborted = True
-        self._end("ncclCommAbort")
+        self._end()
 
     def close(self) -> None:
-        self._end("ncclCommAbort" if self._aborted else "ncclCommDestroy")
+        self._end()
 
-    def _end(self, how: str) -> None:
+    def _end(self) -> None:
+        """By an abort also where nothing is under way: ``ncclCommDestroy`` waits until every member calls it."""
         import torch
 
         with self._ending:
@@ -119,7 +119,7 @@ class NcclGroup:
         calling = self._calling.acquire(timeout=_CALL_SECONDS)
         try:
             with contextlib.suppress(RuntimeError), torch.cuda.device(self._device):
-                getattr(_nccl(), how)(comm)
+                _nccl().ncclCommAbort(comm)
         finally:
             if calling:
                 self._calling.release()

@@ -24,6 +24,8 @@ alone is not supported)."""
 _ORDINAL = 9
 """CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL."""
 _NO_FLAGS = ctypes.c_uint64(0)
+_NON_BLOCKING = 1
+"""CU_STREAM_NON_BLOCKING: what is on the default stream is not waited for."""
 _LAZY_PEER_ACCESS = 1
 """CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the one flag there is."""
 
@@ -202,6 +204,14 @@ class CudaDriver:
 
         for device in devices:
             torch.cuda.synchronize(device)
+
+    def stream(self, device: int, priority: int) -> int:
+        """A new stream, which no other waits for unless told to."""
+        made = ctypes.c_void_p()
+        with self._current(device):
+            flags = ctypes.c_uint(_NON_BLOCKING)
+            self._call("cuStreamCreateWithPriority", ctypes.byref(made), flags, ctypes.c_int(priority))
+        return made.value or 0
 
     def _unmap(self, address: int, sizes: Sequence[int], total: int) -> None:
         at = address

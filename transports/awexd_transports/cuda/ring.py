@@ -15,6 +15,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from awexd_transports.cuda.gather import COARSE, Gather
+from awexd_transports.cuda.streams import stream
 from awexd_transports.view import View
 
 if TYPE_CHECKING:
@@ -152,8 +153,8 @@ class Ring:
                 for _ in range(2)
             ]
         # What is gathered goes before what is summed meanwhile: the link must not wait.
-        self.gathering = torch.cuda.Stream(device, priority=-2)  # type: ignore[no-untyped-call]
-        self.sending = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.gathering = stream(device, -2)
+        self.sending = stream(device, 0)
 
 
 @cache

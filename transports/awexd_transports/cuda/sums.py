@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from awexd_transports.cells import Grid, Place, grid
 from awexd_transports.cuda import gather
+from awexd_transports.cuda.streams import stream
 from awexd_transports.dtypes import ITEMSIZE
 from awexd_transports.errors import InvalidArgument
 from awexd_transports.view import View
@@ -114,7 +115,7 @@ class DeviceSums:
                 self._tables[group].append(_Table(device, table, of, to, block))
                 if device not in self._sums:
                     self._sums[device] = torch.zeros(self.first[-1], dtype=torch.int64, device=where)
-                    self._streams[device] = None if device is None else torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+                    self._streams[device] = None if device is None else stream(device, -1)
 
     @property
     def nbytes(self) -> int:
