@@ -140,6 +140,7 @@ class Child:
         self._process.wait()
 
     def _send(self, do: str, fd: int | None, arguments: dict[str, Any]) -> int:
+        self._read()  # whether it is ready, or has ended since
         if self.ended:
             raise TransferFailed(f"the rdma sidecar (process {self.pid}): {self._why}")
         number = next(self._numbers)
