@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from itertools import zip_longest
 
 from awexd.peers.arrivals import Arrivals, Arrived, RowsArrived, wanted_of
 from awexd.peers.cells import Cells, Checked
 from awexd.peers.pace import Pace, slowest
-from awexd.peers.pieces import Pieces
+from awexd.peers.pieces import Pieces, cut_up
 from awexd.peers.settings import PeerSettings
 from awexd_transports.base import Connects, Lane, Memory, Piece, Source, Subject
 from awexd_transports.errors import (
@@ -142,9 +143,10 @@ class _Run:
         self._pieces = Pieces(self._settings.piece_bytes)
         for source in sources:
             self._pieces.join(source)
-        for rank in fetcher._ranks.values():
-            for piece, first in rank.pieces():
-                self._pieces.add(piece, first=first)
+        # Ranks in turn: whoever passes on what it is still fetching has some of each early, not the last at its end.
+        wanted = [cut_up(rank.pieces(), self._settings.piece_bytes) for rank in fetcher._ranks.values()]
+        for piece, first in (one for turn in zip_longest(*wanted) for one in turn if one is not None):
+            self._pieces.add(piece, first=first)
         self._streams = {source.node: self._settings.streams for source in sources}
         self._paces: dict[Lane, Pace] = {}
         self._strikes: Counter[str] = Counter()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 from awexd_transports.base import Piece, Source
@@ -73,3 +73,13 @@ class Pieces:
         for low, high in pairwise(cuts):
             for at in range(low, high, self._limit):
                 yield Piece(piece.rank, at, min(self._limit, high - at))
+
+
+def cut_up(pieces: Iterable[tuple[Piece, bool]], limit: int) -> Iterator[tuple[Piece, bool]]:
+    """The same pieces, each with its mark, of at most ``limit`` bytes; rows stay together."""
+    for piece, mark in pieces:
+        if piece.rows > 1:
+            yield piece, mark
+            continue
+        for at in range(piece.offset, piece.end, limit):
+            yield Piece(piece.rank, at, min(limit, piece.end - at)), mark

@@ -5,7 +5,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from awexd.peers.pieces import Pieces
+from awexd.peers.pieces import Pieces, cut_up
 from awexd_transports.base import Piece, Source
 from awexd_transports.ranges import Ranges
 
@@ -77,3 +77,15 @@ def test_what_comes_first_is_dealt_first_in_its_order() -> None:
     pieces.add(Piece(0, 0, 10))
     pieces.add(Piece(0, 50, 20), first=True)
     assert [pieces.take("a") for _ in range(3)] == [Piece(0, 50, 10), Piece(0, 60, 10), Piece(0, 0, 10)]
+
+
+def test_long_pieces_are_cut_and_keep_their_marks() -> None:
+    rows = Piece(0, 5, 40, 4, 20)
+    found = list(cut_up([(Piece(0, 3, 25), False), (rows, True), (Piece(1, 0, 10), True)], 10))
+    assert found == [
+        (Piece(0, 3, 10), False),
+        (Piece(0, 13, 10), False),
+        (Piece(0, 23, 5), False),
+        (rows, True),
+        (Piece(1, 0, 10), True),
+    ]
