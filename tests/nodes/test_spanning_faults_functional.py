@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.workers.processes import Process, RemoteError
+from tests.e2e.workers.processes import Process, RemoteError, together
+from tests.nodes import large
 from tests.nodes.clusters import Cluster, Engine, Trainer, job_of, lasting, until
 from tests.nodes.spanning import Spread
 
@@ -176,6 +177,8 @@ while reader.version != (1, {step}):
         reader.update(timeout=60)
 result = [[reader.state, reader.version], held.wrong({step})]
 """
+LARGE_CATCH_UP = CATCH_UP.replace("[[reader.state, reader.version], held.wrong({step})]", "[reader.version, seen()]")
+LARGE = 8 << 20
 TRY = """
 try:
     done = reader.update({step}, timeout=60)
@@ -233,6 +236,34 @@ def test_every_process_killed_and_frozen_in_turn(folder: Path, forks: Forks) -> 
             step += 1
             trainer.publish(step)
             assert engine.do(CATCH_UP.format(step=step)) == [[["ready", [1, step]], []]] * 3
+
+
+def test_versions_on_their_way_to_one_node_when_somebody_dies(folder: Path, forks: Forks) -> None:
+    with Cluster(folder, "a", "b", "c") as cluster:
+        trainer = large.writer_on(cluster["a"], forks(1)[0], LARGE)
+        processes = zip("bc", forks(2), strict=True)
+        workers = [large.reader_on(cluster[at], one, "e", LARGE, rank="bc".index(at), size=2) for at, one in processes]
+        trainer.do(large.PUBLISH.format(step=1))
+        assert together(workers, [large.UPDATE.format(step=1)] * 2) == [[1, [1]]] * 2
+        for step, victim in ((2, "b"), (4, "c"), (6, "metaserver")):
+            for worker in workers:
+                worker.start(large.UPDATE.format(step=step))
+            trainer.start(large.PUBLISH.format(step=step))
+            large.on_its_way(cluster["c"], step)
+            dying = cluster.server if victim == "metaserver" else cluster[victim]
+            dying.kill()
+            dying.start()
+            trainer.finish()
+            for worker in workers:
+                try:
+                    assert worker.finish() == [step, [step]]
+                except RemoteError as error:
+                    if error.kind not in KINDS:
+                        raise
+                    assert worker.do("result = [reader.state, seen()]") == ["ready", [step - 1]]
+            trainer.do(large.PUBLISH.format(step=step + 1))
+            found = together(workers, [LARGE_CATCH_UP.format(step=step + 1)] * 2)
+            assert found == [[[1, step + 1], [step + 1]]] * 2
 
 
 def _proposed(daemon: Any, cluster: Cluster) -> None:
