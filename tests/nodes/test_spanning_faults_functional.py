@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.daemons import Daemon
 from tests.e2e.workers.processes import Process, RemoteError, together
 from tests.nodes import large
 from tests.nodes.clusters import Cluster, Engine, Trainer, job_of, lasting, until
@@ -62,14 +63,14 @@ def test_worker_that_dies_before_the_round_is_settled(folder: Path, forks: Forks
         trainer.publish(2)
         for process in engine.processes:
             process.start("reader.update(2, timeout=60)")
-        _proposed(a, cluster)
+        _proposed(a)
         engine.processes[2].kill()
         os.kill(b.pid, signal.SIGCONT)
         for process in engine.processes[:2]:
             _either(process, "VersionUnavailable")
         engine.replace(2, forks(1)[0], b)
         trainer.publish(3)
-        engine.update(3)
+        assert engine.do(CATCH_UP.format(step=3)) == [[["ready", [1, 3]], []]] * 3
 
 
 def test_daemon_that_freezes_or_dies_before_the_round_is_settled(folder: Path, forks: Forks) -> None:
@@ -95,7 +96,7 @@ def test_daemon_that_freezes_or_dies_before_the_round_is_settled(folder: Path, f
         os.kill(b.pid, signal.SIGSTOP)
         trainer.publish(3)
         engine.processes[0].start("reader.update(3, timeout=60)")
-        _proposed(a, cluster)
+        _proposed(a)
         b.kill()
         b.start()
         _either(engine.processes[0], "VersionUnavailable")
@@ -112,7 +113,7 @@ def test_version_that_is_withdrawn_before_the_round_is_settled(folder: Path, for
         os.kill(b.pid, signal.SIGSTOP)
         trainer.publish(3)
         engine.start("reader.update(3, timeout=60)")
-        _proposed(a, cluster)
+        _proposed(a)
         a.ask("rollback", job=job_of(a.ask("status"), "j")["job"], step=2)
         os.kill(b.pid, signal.SIGCONT)
         errors = engine.errors()
@@ -266,9 +267,14 @@ def test_versions_on_their_way_to_one_node_when_somebody_dies(folder: Path, fork
             assert found == [[[1, step + 1], [step + 1]]] * 2
 
 
-def _proposed(daemon: Any, cluster: Cluster) -> None:
+def _proposed(daemon: Daemon) -> None:
     """Returns once a round waits for another node."""
-    lasting(0.3)
+
+    def so(status: dict[str, Any]) -> bool:
+        engines = job_of(status, "j")["engines"]
+        return any(not one["settled"] for engine in engines for one in engine["rounds"])
+
+    until(daemon, so)
 
 
 def _either(process: Process, *kinds: str) -> None:
