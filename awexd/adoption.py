@@ -37,7 +37,9 @@ def adopt(store: Store, memory: Memory, jobs: Iterable[Job], manifests: Mapping[
         known = store.jobs.get(name)
         own = [found for found in segments if not found.header.get("mirrored")]
         # Of a trainer on several nodes, or of one that may be: whether it was committed, the MetaServer knows.
-        part = known is not None and known.mirror is not None and bool(own) and not _brought(segments)
+        whole = len(own) == segments[0].header["world_size"]
+        spread = known is not None and (known.joined is not None or (known.mirror is not None and not whole))
+        part = spread and bool(own) and not _brought(segments)
         if part:
             for found in [found for found in segments if found not in own]:
                 memory.unlink(found.id)

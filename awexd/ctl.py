@@ -221,6 +221,11 @@ def _status(answer: Answer) -> list[str]:
         ]
         for engine in job["engines"]:
             lines.append(f"  {engine_line(engine, told['node'] if told else '')}")
+            lines += [
+                f"    update {one['update']} to {one['version'][0]}.{one['version'][1]} "
+                + ("is under way" if one["settled"] else f"is had by {', '.join(one['have']) or 'nobody'} so far")
+                for one in engine["rounds"]
+            ]
             for worker in engine["workers"]:
                 lines += [f"    rank {worker['rank']} {text}" for text in _told_of(worker)]
     return lines

@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from awexd.store.model import Job, Mirror
+from awexd.store.model import Job, Joined, Mirror
 from awexd_transports.errors import BudgetExceeded, InvalidArgument
 
 RECORD_FORMAT = 1
@@ -77,6 +77,7 @@ class Journal:
             "gids": sorted(job.gids),
             "withdrawn": list(job.withdrawn),
             "mirrored": job.mirror is not None,
+            "joined": job.joined is not None,
             "pins": [[*key, sorted(ranks)] for key, ranks in job.pins.items()],
         }
 
@@ -178,5 +179,6 @@ def _job(record: dict[str, Any]) -> Job:
     )
     job.withdrawn.extend(record["withdrawn"])
     job.mirror = Mirror() if record.get("mirrored") is True else None
+    job.joined = Joined() if job.mirror is not None and record.get("joined") is True else None
     job.pins = {(epoch, step): set(ranks) for epoch, step, ranks in record.get("pins", ())}
     return job

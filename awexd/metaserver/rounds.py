@@ -51,12 +51,14 @@ class Told(NamedTuple):
     """All that a node says of an engine; it replaces what that node said before.
 
     Attributes:
+        turn: grows with each; one that was outrun on its way is refused.
         workers: rows as they are shown, by rank; ``round``: of its next update, None where it has yet to join one.
         cannot: why a version cannot be brought there, by the round's id: an error's code and message.
         held: versions there, as (epoch, step, attempt).
         look: the last look that it has answered; see ``Engine.look``.
     """
 
+    turn: int
     world_size: int
     workers: Mapping[int, Mapping[str, Any]]
     wishes: tuple[Wish, ...] = ()
@@ -108,6 +110,7 @@ class Engine:
     """An engine as the nodes of its workers tell of it.
 
     Attributes:
+        turns: of what each node has told last.
         left: why ranks that were there are not.
         completed: the last version that every worker was through with.
         look: counts who wanted to know how its workers are right now.
@@ -120,6 +123,7 @@ class Engine:
     parties: dict[str, Party] = field(default_factory=dict)
     rounds: dict[int, Round] = field(default_factory=dict)
     failed: deque[Failed] = field(default_factory=lambda: deque(maxlen=REMEMBERED_FAILURES))
+    turns: dict[str, int] = field(default_factory=dict)
     left: dict[int, str] = field(default_factory=dict)
     completed: VersionKey | None = None
     look: int = 0
@@ -167,6 +171,7 @@ def told_of(body: Mapping[str, Any]) -> Told:
         return (one["epoch"], one["step"]), one["attempt"]
 
     return Told(
+        turn=body["turn"],
         world_size=body["world_size"],
         workers=workers,
         wishes=tuple(Wish(one["id"], one["rank"], one["number"], *version(one), one["any"]) for one in body["wishes"]),
@@ -183,8 +188,10 @@ def tell(job: str, engine: Engine, node: str, told: Told) -> None:
     """What that node says of the engine now.
 
     Raises:
-        VersionConflict: another node has one of its ranks, or the engine is of another size.
+        VersionConflict: another node has one of its ranks, the engine is of another size, or this was outrun.
     """
+    if told.turn <= engine.turns.get(node, -1):
+        raise VersionConflict(f"{job}: node {node} has told of engine {engine.name} since")
     others = {rank: other for rank, other in engine.present.items() if other != node}
     taken = sorted(told.workers.keys() & others.keys())
     if taken:
@@ -193,6 +200,7 @@ def tell(job: str, engine: Engine, node: str, told: Told) -> None:
     if others and told.world_size != engine.world_size:
         raise VersionConflict(f"{job}: engine {engine.name} has {engine.world_size} workers, not {told.world_size}")
     engine.world_size = told.world_size
+    engine.turns[node] = told.turn
     before = engine.parties.get(node)
     if before is not None:
         _leave(engine, before.told.workers.keys() - told.workers.keys(), f"it left node {node}")
@@ -212,6 +220,7 @@ def tell(job: str, engine: Engine, node: str, told: Told) -> None:
 
 def lose(engine: Engine, node: str, why: str) -> None:
     """That node is gone; what was settled stays so."""
+    engine.turns.pop(node, None)  # its next daemon counts anew
     party = engine.parties.pop(node, None)
     if party is not None:
         _leave(engine, party.told.workers, why)

@@ -124,7 +124,8 @@ def begin(job: Job, node: str, epoch: int, step: int, ranks: Iterable[int], numb
 
     Raises:
         EpochChanged: a newer epoch is open.
-        VersionConflict: a step that is not after the last, a rank that is another node's or has sealed, or absent ones.
+        VersionConflict: a step that is not after the last, or that another rank has passed; a rank that is another
+            node's or has sealed, or absent ones.
     """
     ranks = set(ranks)
     _check_current(job, node, epoch, ranks)
@@ -301,13 +302,21 @@ def _taken_up(job: Job, step: int, number: int, current: Attempt | None, first: 
 
 
 def _leave_other_steps(job: Job, step: int, ranks: set[int]) -> None:
-    """A rank writes one step at a time, and goes forward."""
+    """A rank writes one step at a time, and goes forward: what it leaves unsealed behind it can no longer commit."""
+    this = job.attempts.get(step)
+    for attempt in job.attempts.values():
+        ahead = attempt.begun.keys() - ranks - (this.sealed.keys() if this else set())
+        if attempt.step > step and ahead:
+            raise VersionConflict(
+                f"{job.name}: {describe_ranks(ahead)} went on to step {attempt.step} without sealing step {step}: "
+                "it can no longer commit"
+            )
     for attempt in list(job.attempts.values()):
-        unsealed, sealed = ranks & attempt.begun.keys() - attempt.sealed.keys(), ranks & attempt.sealed.keys()
-        if attempt.step != step and unsealed:
+        unsealed, sealed = ranks - attempt.sealed.keys(), ranks & attempt.sealed.keys()
+        if attempt.step < step and unsealed:
             abort_attempt(job, attempt, f"{describe_ranks(unsealed)} went on to step {step} without sealing it")
-        elif attempt.step > step and sealed:
-            abort_attempt(job, attempt, f"{describe_ranks(sealed)} went back to step {step}")
+        elif attempt.step > step and (sealed or ranks & attempt.begun.keys()):
+            abort_attempt(job, attempt, f"{describe_ranks(sealed or ranks)} went back to step {step}")
 
 
 def _check_current(job: Job, node: str, epoch: int, ranks: Iterable[int]) -> None:

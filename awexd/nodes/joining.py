@@ -199,7 +199,12 @@ class Joining:
 
     async def _ask(self, path: str, **body: Any) -> Any:
         where = {"node": self._announcer.node, "run": self._announcer.run}
-        return await self._client.call("POST", f"{self._url}/{path}", where | body)
+        try:
+            return await self._client.call("POST", f"{self._url}/{path}", where | body)
+        except (EpochChanged, VersionConflict) as error:
+            if self._generation != self._announcer.generation:  # one that does not know this node's ranks yet
+                raise DaemonUnavailable(f"the MetaServer is being told of this node's ranks anew: {error}") from error
+            raise
 
     async def _tell_aborts(self) -> None:
         aborts = self._joined.aborts
@@ -236,7 +241,8 @@ class Joining:
         asked = {one.rank for one in waiting if self._members.get(one.rank) == self._name(one)}
         if not again and len(asked) == len(waiting):
             waiting = []
-        known = [one for rank, one in job.writers.items() if self._members.get(rank) != self._name(one)]
+        current = [one for one in job.writers.values() if one.refused is None]
+        known = [one for one in current if self._members.get(one.rank) != self._name(one)]
         groups: dict[tuple[int | str, int | None], list[Writer]] = {}
         for writer in waiting:
             groups.setdefault((writer.asked, writer.after), []).append(writer)
@@ -363,7 +369,9 @@ class Joining:
 
     async def _settled(self) -> None:
         """Raises where the MetaServer does not know all that this node's ranks have come to."""
-        if self._generation != self._announcer.generation or self._joined.aborts:
+        joined, current = self._joined, [one for one in self._job.writers.values() if one.refused is None]
+        known = all(self._members.get(one.rank) == self._name(one) for one in current)
+        if self._generation != self._announcer.generation or joined.aborts or not known:
             self._wake.set()
             raise DaemonUnavailable(self._announcer.problem() or "it is being told of this node's ranks")
 

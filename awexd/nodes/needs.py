@@ -17,7 +17,7 @@ from awexd_transports.needs import Need, Needs
 
 STAYS_SECONDS = 10.0
 """A worker that has gone still counts for so long: it may only be restarting."""
-SETTLE_SECONDS = 0.5
+SETTLE_SECONDS = 0.2
 """After a worker has come, for the others of its engine, so that what they read is brought at once."""
 REMEMBERED = 16
 EVERYTHING = Manifest.of(()).digest

@@ -105,7 +105,7 @@ class Agreeing:
         self._told: dict[str, Any] | None = None
         self._seq = 0
         self._heard = asyncio.Event()
-        self._looked = 0
+        self._looked = self._turn = 0
         self._problem = ""
 
     def look(self) -> None:
@@ -189,7 +189,8 @@ class Agreeing:
             self._looked = facts["look"]
             await asyncio.sleep(LAST_LOOK_SECONDS)  # what workers had said before they answered their driver is read
             facts = self._store.facts(self.job, self.engine, time.monotonic())
-        body = facts | {"node": self._announcer.node, "run": self._announcer.run}
+        self._turn = max(self._turn + 1, time.time_ns() // 1000)  # also after what a daemon before this one has told
+        body = facts | {"node": self._announcer.node, "run": self._announcer.run, "turn": self._turn}
         answer = await self._client.call("POST", self._url, body)
         try:
             for row in answer["failed"]:

@@ -183,7 +183,11 @@ class Report:
             more: dict[str, Any] = {"waiting": False, "node": other.node}
             workers += [dict(row) | more for row in other.workers.values()]
         workers.sort(key=lambda row: row["rank"])
-        return {"engine": engine.name, "world_size": engine.world_size, "workers": workers}
+        rounds = [
+            {"update": number, "version": list(agreed.key), "settled": agreed.settled, "have": list(agreed.have)}
+            for number, agreed in (sorted(engine.spanning.rounds.items()) if engine.spanning is not None else ())
+        ]
+        return {"engine": engine.name, "world_size": engine.world_size, "workers": workers, "rounds": rounds}
 
     def _visible(self, call: Call) -> list[Job]:
         jobs = self._service.store.jobs

@@ -117,7 +117,7 @@ class Ledger:
         self.touched.add(job.name)
         if len(job.versions) > max(job.keep, 1):
             for version in [version for version in job.kept() if not version.borrowed][max(job.keep, 1) :]:
-                version.retired = not any(self.leases[lease].spans for lease in version.leases)
+                version.retired = not self._agreed_on(job, version)
         for version in [v for v in job.versions.values() if v.leaving and not _in_use(job, v)]:
             del job.versions[version.key]
             for segment_id in version.segments:
@@ -128,6 +128,14 @@ class Ledger:
             self._free(job, segment)
         self._trim(job)
         review(job, self.sessions.keys(), self.leases)
+
+    def _agreed_on(self, job: Job, version: Version) -> bool:
+        """An engine on several nodes is to get it: some of them may still fetch it from here."""
+        if any(self.leases[lease].spans for lease in version.leases):
+            return True
+        known = [engine.spanning for engine in job.engines.values() if engine.spanning is not None]
+        rounds = [agreed for one in known for agreed in one.rounds.values() if agreed.key == version.key]
+        return any(not (agreed.settled and agreed.holds) for agreed in rounds)
 
     def _trim(self, job: Job) -> None:
         """A lowered ``keep`` needs fewer slots."""

@@ -307,9 +307,10 @@ class Spanned(Lending):
         """
         known = engine.spanning
         for agreed in known.rounds.values() if known is not None else ():
+            before: list[str] = []
             if agreed.settled and agreed.until is None:
                 agreed.until = now + HOLD_SECONDS
-                self._end_leases(agreed.holds)
+                before, agreed.holds = agreed.holds, before
             version, until = _version(job, agreed), agreed.until or now + HOLD_SECONDS
             if version is None:
                 agreed.cannot = self._why_not(job, agreed)
@@ -320,6 +321,7 @@ class Spanned(Lending):
                 previous = job.versions.get(engine.completed) if engine.completed else None
                 if previous is not None and previous is not version:
                     agreed.holds.append(self._lease(job, previous, "", until).id)
+            self._end_leases(before)  # those after them are there
 
     def leave_spanning(self, engine: Engine) -> None:
         """All its workers are here now, or none is."""

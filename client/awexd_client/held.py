@@ -200,6 +200,7 @@ class HeldReader(Endpoint):
             digest=nothing.digest,
             version=list(self._read) if self._read else None,
             updates=None,
+            alone=True,
             aside=None,
             devices=None,
         )

@@ -27,7 +27,7 @@ class WeightReader:
         job, engine: of the instance.
         workers: one for each rank, registered already, which stay the caller's to close; or an engine that reaches its
             own: ``awexd_client.vllm.VLLMWorkers(llm)``, ``awexd_client.sglang.SGLangServer(url)`` and their like.
-        socket: of the daemon that the workers are connected to, for the latter.
+        socket: of a daemon that workers of it are connected to, for the latter; they may be on several nodes.
 
     Raises:
         InvalidArgument: no workers, or a rank twice or missing.

@@ -36,7 +36,7 @@ class Worker:
 
     def ask(self, step: int | None = None) -> None:
         now = self.node.cluster.now
-        self.asked, self.error = (step, now, now + UPDATE), None
+        self.asked, self.error = (step, float(next(self.node.cluster.ids)), now + UPDATE), None
         self.look()
 
     def look(self) -> None:
@@ -168,11 +168,12 @@ class Node:
             known.problem = str
             self.store.take_up(self.job, engine, self.cluster.now)
         self.facts = orjson.loads(orjson.dumps(self.store.facts(self.job, self.engine, self.cluster.now)))
+        self.facts["turn"] = next(self.cluster.ids)
 
     def deliver(self) -> None:
         """The MetaServer takes it, and answers."""
         facts, state = self.facts, self.cluster.state
-        if facts is None:
+        if facts is None or self.answer is not None:
             return
         try:
             engine = state.tell(self.name, self.run, JOB, ENGINE, told_of(facts), self.cluster.now)

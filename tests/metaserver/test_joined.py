@@ -98,3 +98,25 @@ def test_report_that_was_on_its_way_when_a_version_was_committed_costs_it_nothin
     held = Held((1, 3), attempt, {0: Piece("d", 100)})
     assert cluster.report("n0", versions=(held,), joined=True) == []
     assert cluster.job.versions[1, 3].held()
+
+
+def test_step_that_a_rank_has_passed_is_over_whether_it_had_begun_it_or_not() -> None:
+    cluster = joined()
+    attempt = cluster.begin("n1", 5, 1)
+    assert not cluster.seal("n1", 5, attempt, 1)
+    cluster.begin("n0", 6, 0)
+    assert 5 not in cluster.job.attempts
+    assert "rank 0 went on to step 6" in cluster.job.aborted[attempt]
+    with pytest.raises(VersionConflict, match="rank 0 went on to step 6 without sealing step 5"):
+        cluster.begin("n1", 5, 1)
+    cluster.commit(6)
+
+
+def test_rank_that_has_sealed_a_step_may_be_ahead_of_one_that_has_not() -> None:
+    cluster = joined()
+    attempt = cluster.begin("n0", 5, 0)
+    cluster.seal("n0", 5, attempt, 0)
+    cluster.begin("n0", 6, 0)
+    assert cluster.begin("n1", 5, 1) == attempt
+    assert cluster.seal("n1", 5, attempt, 1)
+    cluster.commit(6)

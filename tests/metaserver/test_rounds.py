@@ -189,6 +189,29 @@ def test_worker_that_is_replaced_on_another_node_joins_the_open_round() -> None:
     assert successor.staged.version.key == (1, 2)
 
 
+def test_version_older_than_a_node_keeps_is_kept_there_for_its_round() -> None:
+    cluster = spread("a", "b")
+    cluster.publish()
+    a, b = cluster.nodes["a"], cluster.nodes["b"]
+    for node in (a, b):
+        node.learn()
+    a.bring(2)
+    cluster.workers[0].ask(2)
+    for _ in range(2):
+        cluster.publish()
+    for node in (a, b):
+        node.learn()
+        for step in (3, 4):
+            node.bring(step)
+    assert [version.key for version in b.job.held()] == [(1, 4), (1, 3)]
+    cluster.settle()
+    assert cluster.workers[0].staged is not None
+    assert [version.key for version in b.job.held()] == [(1, 4), (1, 3), (1, 2)]
+    update(cluster, 2)
+    update(cluster, 4)
+    assert [version.key for version in b.job.held()] == [(1, 4), (1, 3)]
+
+
 def test_rank_that_another_node_has_is_refused() -> None:
     cluster = spread("a", "b", "c")
     stray = cluster.workers[0]
@@ -362,4 +385,4 @@ class Chaos(RuleBasedStateMachine):
 
 
 TestChaos = Chaos.TestCase
-TestChaos.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestChaos.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import zlib
@@ -93,11 +94,12 @@ def agree_on(client: Client, attempt: int) -> None:
     at: dict[str, Any] = {"job": JOB, "engine": "two"}
     version = {"epoch": 1, "step": 1, "attempt": attempt}
     silent: dict[str, Any] = {"wishes": [], "rounds": [], "cannot": [], "held": [[1, 1, attempt]], "look": 0}
+    turns = itertools.count()
 
     def told(node: str, rank: int, **more: Any) -> dict[str, Any]:
         row = {"rank": rank, "round": 3, "pid": 7, "state": "empty", "version": None, "digest": DIGEST, "staged": None}
         row |= {"result": None, "failure": None, "verified": None, "aside": []}
-        return silent | {"node": node, "run": RUN, "world_size": 2, "workers": [row], **more}
+        return silent | {"node": node, "run": RUN, "turn": next(turns), "world_size": 2, "workers": [row], **more}
 
     wish = {"id": 1, "rank": 0, "number": 3, "any": False, **version}
     seen = client.call("tell", told("n0", 0, wishes=[wish]), **at)
@@ -113,6 +115,8 @@ def agree_on(client: Client, attempt: int) -> None:
     assert client.call("look", {"node": "n0", "run": RUN}, **at) == {"look": 1}
     with pytest.raises(Failed, match="rank 0 of engine two is registered on node n0"):
         client.call("tell", told("n1", 0), **at)
+    with pytest.raises(Failed, match="node n1 has told of engine two since"):
+        client.call("tell", told("n1", 1, turn=0), **at)
     with pytest.raises(Failed, match="ranks below the world's size"):
         client.call("tell", told("n1", 2), **at)
     assert client.call("tell", told("n1", 1) | {"workers": []}, **at)["absent"] == [1]

@@ -16,7 +16,7 @@ writer.register(weights)
 """
 OPEN_READER = """
 weights = {{"a": torch.full(({elements},), -1.0), "b": torch.full((1001,), -1.0)}}
-reader = WorkerWeightsReader("j", {engine!r}, 0, 1, {socket!r}, verify="checksum")
+reader = WorkerWeightsReader("j", {engine!r}, {rank}, {size}, {socket!r}, verify="checksum")
 reader.register(weights)
 def seen():
     return sorted({{float(t.min()) for t in weights.values()}} | {{float(t.max()) for t in weights.values()}})
@@ -30,8 +30,12 @@ def writer_on(daemon: Daemon, process: Process, elements: int = ELEMENTS) -> Pro
     return process
 
 
-def reader_on(daemon: Daemon, process: Process, engine: str = "e", elements: int = ELEMENTS) -> Process:
-    process.do(OPEN_READER.format(socket=daemon.socket, engine=engine, elements=elements))
+def reader_on(
+    daemon: Daemon, process: Process, engine: str = "e", elements: int = ELEMENTS, *, rank: int = 0, size: int = 1
+) -> Process:
+    """Each worker of an engine has all of it."""
+    given = {"socket": daemon.socket, "engine": engine, "elements": elements, "rank": rank, "size": size}
+    process.do(OPEN_READER.format(**given))
     return process
 
 

@@ -210,7 +210,7 @@ def test_versions_are_never_mixed_though_nobody_stored_checksums(folder: Path, f
         trainer, engine = forks(1)[0], forks(1)[0]
         given = {"elements": ELEMENTS, "engine": "e"}
         trainer.do(OPEN_WRITER.format(socket=cluster["a"].socket, **given).replace("checksum", "off"))
-        engine.do(OPEN_READER.format(socket=cluster["b"].socket, **given).replace("checksum", "off"))
+        engine.do(OPEN_READER.format(socket=cluster["b"].socket, rank=0, size=1, **given).replace("checksum", "off"))
         trainer.do("import time\n" + PUBLISH.format(step=1))
         engine.do(UPDATE.format(step=1))
         trainer.start(

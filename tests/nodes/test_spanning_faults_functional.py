@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.workers.processes import Process, RemoteError
+from tests.daemons import Daemon
+from tests.e2e.workers.processes import Process, RemoteError, together
+from tests.nodes import large
 from tests.nodes.clusters import Cluster, Engine, Trainer, job_of, lasting, until
 from tests.nodes.spanning import Spread
 
@@ -61,14 +63,14 @@ def test_worker_that_dies_before_the_round_is_settled(folder: Path, forks: Forks
         trainer.publish(2)
         for process in engine.processes:
             process.start("reader.update(2, timeout=60)")
-        _proposed(a, cluster)
+        _proposed(a)
         engine.processes[2].kill()
         os.kill(b.pid, signal.SIGCONT)
         for process in engine.processes[:2]:
             _either(process, "VersionUnavailable")
         engine.replace(2, forks(1)[0], b)
         trainer.publish(3)
-        engine.update(3)
+        assert engine.do(CATCH_UP.format(step=3)) == [[["ready", [1, 3]], []]] * 3
 
 
 def test_daemon_that_freezes_or_dies_before_the_round_is_settled(folder: Path, forks: Forks) -> None:
@@ -94,7 +96,7 @@ def test_daemon_that_freezes_or_dies_before_the_round_is_settled(folder: Path, f
         os.kill(b.pid, signal.SIGSTOP)
         trainer.publish(3)
         engine.processes[0].start("reader.update(3, timeout=60)")
-        _proposed(a, cluster)
+        _proposed(a)
         b.kill()
         b.start()
         _either(engine.processes[0], "VersionUnavailable")
@@ -111,7 +113,7 @@ def test_version_that_is_withdrawn_before_the_round_is_settled(folder: Path, for
         os.kill(b.pid, signal.SIGSTOP)
         trainer.publish(3)
         engine.start("reader.update(3, timeout=60)")
-        _proposed(a, cluster)
+        _proposed(a)
         a.ask("rollback", job=job_of(a.ask("status"), "j")["job"], step=2)
         os.kill(b.pid, signal.SIGCONT)
         errors = engine.errors()
@@ -176,6 +178,8 @@ while reader.version != (1, {step}):
         reader.update(timeout=60)
 result = [[reader.state, reader.version], held.wrong({step})]
 """
+LARGE_CATCH_UP = CATCH_UP.replace("[[reader.state, reader.version], held.wrong({step})]", "[reader.version, seen()]")
+LARGE = 8 << 20
 TRY = """
 try:
     done = reader.update({step}, timeout=60)
@@ -235,9 +239,42 @@ def test_every_process_killed_and_frozen_in_turn(folder: Path, forks: Forks) -> 
             assert engine.do(CATCH_UP.format(step=step)) == [[["ready", [1, step]], []]] * 3
 
 
-def _proposed(daemon: Any, cluster: Cluster) -> None:
+def test_versions_on_their_way_to_one_node_when_somebody_dies(folder: Path, forks: Forks) -> None:
+    with Cluster(folder, "a", "b", "c") as cluster:
+        trainer = large.writer_on(cluster["a"], forks(1)[0], LARGE)
+        processes = zip("bc", forks(2), strict=True)
+        workers = [large.reader_on(cluster[at], one, "e", LARGE, rank="bc".index(at), size=2) for at, one in processes]
+        trainer.do(large.PUBLISH.format(step=1))
+        assert together(workers, [large.UPDATE.format(step=1)] * 2) == [[1, [1]]] * 2
+        for step, victim in ((2, "b"), (4, "c"), (6, "metaserver")):
+            for worker in workers:
+                worker.start(large.UPDATE.format(step=step))
+            trainer.start(large.PUBLISH.format(step=step))
+            large.on_its_way(cluster["c"], step)
+            dying = cluster.server if victim == "metaserver" else cluster[victim]
+            dying.kill()
+            dying.start()
+            trainer.finish()
+            for worker in workers:
+                try:
+                    assert worker.finish() == [step, [step]]
+                except RemoteError as error:
+                    if error.kind not in KINDS:
+                        raise
+                    assert worker.do("result = [reader.state, seen()]") == ["ready", [step - 1]]
+            trainer.do(large.PUBLISH.format(step=step + 1))
+            found = together(workers, [LARGE_CATCH_UP.format(step=step + 1)] * 2)
+            assert found == [[[1, step + 1], [step + 1]]] * 2
+
+
+def _proposed(daemon: Daemon) -> None:
     """Returns once a round waits for another node."""
-    lasting(0.3)
+
+    def so(status: dict[str, Any]) -> bool:
+        engines = job_of(status, "j")["engines"]
+        return any(not one["settled"] for engine in engines for one in engine["rounds"])
+
+    until(daemon, so)
 
 
 def _either(process: Process, *kinds: str) -> None:
