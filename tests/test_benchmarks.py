@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks import control, cpu, document, gpu
+from benchmarks import control, cpu, document, faults, gpu, nodes
 
 
 def test_tables_of_figures_are_those_of_the_results() -> None:
@@ -32,3 +32,8 @@ def test_results_of_a_gpu_are_among_the_benchmarks_figures() -> None:
         pytest.skip("nothing was measured: run `make bench-gpu ARGS=--write` on a machine with an NVIDIA GPU")
     found = [figure["name"] for figure in json.loads(gpu.RESULTS.read_bytes())]
     assert found == [name for name in gpu.KNOWN if name in found]
+
+
+def test_results_of_several_nodes_are_there() -> None:
+    found = {figure["name"] for figure in json.loads(nodes.RESULTS.read_bytes())}
+    assert found >= nodes.BARS.keys() | faults.BARS.keys()
