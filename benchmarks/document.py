@@ -18,7 +18,7 @@ TABLES = {
     "h200x2": "On two H200s of one host",
     "cpu": "Hand-overs",
     "control": "The control path",
-    "nodes": "The MetaServer",
+    "nodes": "Several nodes",
     "plan": "Plans",
 }
 COLUMNS = ("figure", "value", "limit", "ratio", "bar", "met", "peer")
