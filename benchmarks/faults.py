@@ -301,7 +301,7 @@ def join_leave(nursery: Nursery, apart: bool, rounds: int) -> Figure:
 
         disturbed.append(_stays(made, disturb))
         made.engines["n2"] = joined[0]
-        state = joined[0].do("done = reader.update(timeout=60)\nresult = [done.step, seen(), reader.state]")
+        state = joined[0].do(UPDATE.format(step=made.step) + "\nresult.append(reader.state)")
         if state != [made.step, [made.step], "ready"]:
             raise Wrong("torn", f"the engine that joined says {state} of step {made.step}")
 
@@ -349,11 +349,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, help="so many rounds only, spread over all kinds")
     parser.add_argument("--joins", type=int, default=JOINS)
+    parser.add_argument("--only", choices=list(BARS))
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS.relative_to(ROOT)}")
     arguments = parser.parse_args()
     apart = may()
     with contextlib.closing(Nursery()) as nursery:
-        figures = [fault_rounds(nursery, apart, arguments.faults), join_leave(nursery, apart, arguments.joins)]
+        measure = {
+            "fault-rounds-nodes": lambda: fault_rounds(nursery, apart, arguments.faults),
+            "join-leave": lambda: join_leave(nursery, apart, arguments.joins),
+        }
+        figures = [one() for name, one in measure.items() if arguments.only in (None, name)]
     print("\n".join(table(figures)))
     for figure in figures:
         print(figure.name, figure.more)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks import control, cpu, document, exchange, gpu, scale
+from benchmarks import control, cpu, document, exchange, faults, gpu, nodes, scale
 
 
 def test_tables_of_figures_are_those_of_the_results() -> None:
@@ -38,3 +38,8 @@ def test_results_of_a_gpu_are_among_the_benchmarks_figures() -> None:
 def test_results_have_the_figures_of_2_to_9_processes() -> None:
     found = {figure["name"] for figure in json.loads(exchange.RESULTS.read_bytes())}
     assert set(exchange.NAMES) <= found
+
+
+def test_results_of_several_nodes_are_there() -> None:
+    found = {figure["name"] for figure in json.loads(nodes.RESULTS.read_bytes())}
+    assert found >= nodes.BARS.keys() | faults.BARS.keys()

@@ -52,11 +52,15 @@ class View(NamedTuple):
 
 
 class Made(NamedTuple):
-    """A job as everyone may see it from some moment on; ``view`` is None where nobody waits for it."""
+    """A job as everyone may see it from some moment on; ``view`` is None where nobody waits for it.
+
+    ``gist``: the view less what ranks that begin and seal change, which wakes nobody who waits for several jobs.
+    """
 
     seq: int
     brief: bytes
     view: bytes | None
+    gist: bytes | None
 
 
 class Publisher:
@@ -81,6 +85,7 @@ class Publisher:
         self.watches = Watches(quiet)
         self._views: dict[str, View] = {}
         self._told: dict[str, bytes] = {}
+        self._gists: dict[str, tuple[int, bytes]] = {}
         self.flushes = 0
         self._writing: set[str] = set()
         self._again: set[str] = set()
@@ -238,20 +243,28 @@ class Publisher:
         job = self._state.jobs.get(name)
         if job is None:
             brief, view = views.closed(name, seq), views.closed_view(name, seq) if whole else None
+            self._gists.pop(name, None)
         else:
             job.seq = seq
             brief, view = views.brief(job), views.view(job) if whole else None
-        return Made(seq, orjson.dumps(brief), orjson.dumps(view) if view is not None else None)
+        if view is None:
+            return Made(seq, orjson.dumps(brief), None, None)
+        return Made(seq, orjson.dumps(brief), orjson.dumps(view), orjson.dumps(views.gist(view)))
 
     def _tell(self, name: str, made: Made) -> None:
         answer = self._answer(made.brief)
+        before = self._briefs.get(name)
         if name in self._state.jobs:
             self._briefs[name] = Shown(made.seq, made.brief, answer, made.view)
         else:
             self._briefs.pop(name, None)
-        if made.view is not None and name in self.watches:
-            self._told[name] = made.view
-            self.watches.changed(name)
+        if made.view is not None and made.gist is not None and name in self.watches:
+            # Compared with the change before this one: whoever waits knows that, or has been told nothing since.
+            if before is None or self._gists.get(name) != (before.seq, made.gist):
+                self._told[name] = made.view
+                self.watches.changed(name)
+            if name in self._state.jobs:
+                self._gists[name] = made.seq, made.gist
         waiters = self.watchers.pop(name, None)
         if waiters is not None:
             waiters.tell(answer)

@@ -40,6 +40,11 @@ def closed_view(name: str, seq: int) -> dict[str, Any]:
     return view(Job(name)) | {"brief": closed(name, seq)}
 
 
+def gist(view: dict[str, Any]) -> dict[str, Any]:
+    """A view less its number and what of it changes with every rank of every step."""
+    return view | {"brief": view["brief"] | {"seq": 0, "open": []}}
+
+
 def several(bodies: Iterable[bytes]) -> bytes:
     """Views of several jobs, as one."""
     return b'{"jobs":[%s]}' % b",".join(bodies)

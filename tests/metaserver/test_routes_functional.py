@@ -7,7 +7,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -205,6 +205,26 @@ def test_one_request_waits_for_several_jobs_and_is_told_of_those_that_have_chang
     assert all(one == told[0] for one in told)
     assert {view["brief"]["job"]: view["brief"]["absent"] for view in told[0]["jobs"]} == {job: [0] for job in jobs}
     assert all(view == pair.call("job", job=view["brief"]["job"]) for view in told[0]["jobs"])
+
+
+def test_ranks_that_begin_and_seal_wake_nobody_who_waits_for_several_jobs(pair: Client, metaserver: MetaServer) -> None:
+    def wait(seq: int) -> Future[Any]:
+        waiting = threads.submit(other.call, "watch_jobs", {"jobs": [[JOB, seq]], "timeout_ms": 30_000})
+        while b"watchers 1\n" not in pair.call("metrics"):
+            pass
+        return waiting
+
+    with ThreadPoolExecutor(1) as threads, Client(metaserver) as other:
+        waiting = wait(pair.call("job", job=JOB)["brief"]["seq"])
+        pair.join(JOB, "n1", [1], 2, epoch=1, incarnation="i2")
+        waiting = wait(waiting.result()["jobs"][0]["brief"]["seq"])
+        attempt = pair.begin(JOB, "n0", 1, 1, [0])
+        assert pair.begin(JOB, "n1", 1, 1, [1]) == attempt
+        assert pair.seal(JOB, "n0", 1, 1, attempt, [0]) is False
+        assert b"watchers 1\n" in pair.call("metrics")
+        assert pair.seal(JOB, "n1", 1, 1, attempt, [1]) is True
+        brief = waiting.result()["jobs"][0]["brief"]
+    assert (brief["last_step"], brief["open"]) == (1, [])
 
 
 def test_one_request_for_several_jobs_says_which_was_closed_and_which_is_not_there(
