@@ -178,6 +178,7 @@ class Follow:
         self._service = means.service
         self._store = means.service.store
         self._watching = watching
+        self._url = f"/v1/jobs/{job.name}"
         self._wake = asyncio.Event()
         self._fetch: asyncio.Task[None] | None = None
         self._leaving: asyncio.TimerHandle | None = None
@@ -269,10 +270,13 @@ class Follow:
         while True:
             try:
                 await self._means.announcer.reported(self.job.name)  # so that it knows the job
-                attempts = self.joining.open_attempts()
                 view = await self._watching.next(self.job.name, seq)
                 try:
-                    seq, closed = int(view["brief"]["seq"]), view["brief"]["closed"]
+                    closed, attempts = view["brief"]["closed"], frozenset[int]()
+                    if not closed and self.job.joined is not None:  # what was open here when it was asked must be known
+                        attempts = self.joining.open_attempts()
+                        view = await self._means.client.call("GET", self._url)
+                    seq = int(view["brief"]["seq"])
                     if not closed:
                         self._take(view, attempts)
                 except (KeyError, TypeError, ValueError, IndexError) as error:
