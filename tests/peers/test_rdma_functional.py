@@ -25,11 +25,11 @@ class TestRdma(Conformance):
     test_bytes_that_nobody_holds_are_said = None  # type: ignore[assignment]
     test_pieces_are_told_once_and_when_they_are_there = None  # type: ignore[assignment]
 
-    @pytest.mark.parametrize(("nbytes", "verify"), [(1, True), (MiB + 1, False), (256 * MiB, True), (256 * MiB, False)])
+    @pytest.mark.parametrize(("nbytes", "verify"), [(1, True), (MiB + 1, False), (256 * MiB, True)])
     async def test_bits_are_equal(self, node: NodeMaker, segment: SegmentMaker, nbytes: int, verify: bool) -> None:
         await super().test_bits_are_equal(node, segment, nbytes, verify)
 
-    @pytest.mark.parametrize("milliseconds", [0, 10, 100])
+    @pytest.mark.parametrize("milliseconds", [3, 60])
     async def test_after_a_cancel_nothing_is_written(
         self, node: NodeMaker, segment: SegmentMaker, milliseconds: int
     ) -> None:
