@@ -35,8 +35,8 @@ from benchmarks.simulation.update import Options, Outcome, simulate
 
 RESULTS = ROOT / "benchmarks" / "results" / "scale.json"
 ROUNDS = 3
-STREAMED = Options(early=True, eager=True, spread=True, relayed=False)
-NOT_AWEXD = "hypothetical, awexd does not do that: no barriers; all ranks' pieces in turn, all from the trainer's nodes"
+STREAMED = Options(early=True, eager=True, relayed=False)
+NOT_AWEXD = "hypothetical, awexd does not do that: no barriers; all from the trainer's nodes"
 ASSUMED = (
     "trainer ranks hold bf16 and write FP8 with block scales, cast before they are copied to host memory; RDMA at the"
     " NICs' rate, verify='off'; published by others, on other machines: Awex 6 s by RDMA and 20 s by NCCL, pplx 1.3 s"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from itertools import zip_longest
+from operator import itemgetter
 
 from awexd.peers.arrivals import Arrivals, Arrived, RowsArrived, wanted_of
 from awexd.peers.cells import Cells, Checked
@@ -144,8 +144,9 @@ class _Run:
         for source in sources:
             self._pieces.join(source)
         # Ranks in turn: whoever passes on what it is still fetching has some of each early, not the last at its end.
-        wanted = [cut_up(rank.pieces(), self._settings.piece_bytes) for rank in fetcher._ranks.values()]
-        for piece, first in (one for turn in zip_longest(*wanted) for one in turn if one is not None):
+        wanted = [list(cut_up(rank.pieces(), self._settings.piece_bytes)) for rank in fetcher._ranks.values()]
+        in_turn = [(at / len(parts), *part) for parts in wanted for at, part in enumerate(parts)]
+        for _, piece, first in sorted(in_turn, key=itemgetter(0)):
             self._pieces.add(piece, first=first)
         self._streams = {source.node: self._settings.streams for source in sources}
         self._paces: dict[Lane, Pace] = {}

@@ -38,13 +38,11 @@ class Options:
     Attributes:
         early: nodes fetch what ranks have copied into host memory: nothing waits for a seal or a commit.
         eager: what is on a node goes into its GPUs at once: nothing waits for the rest of the version.
-        spread: pieces of all ranks are asked for in turn, not one rank's after the other's.
         relayed: who began to fetch serves those that begin after it.
     """
 
     early: bool = False
     eager: bool = False
-    spread: bool = False
     relayed: bool = True
 
 
@@ -232,7 +230,7 @@ class _Update:
             for e in range(engines)
         ]
         self._fetches: list[list[_Fetch]] = [[] for _ in nodes]
-        self._orders = [_order(needs, spread=options.spread) for needs in nodes]
+        self._orders = [_order(needs) for needs in nodes]
         self._unsealed = len(segments)
 
     def run(self) -> Outcome:
@@ -354,10 +352,8 @@ def _nothing(piece: int) -> None:
     pass
 
 
-def _order(needs: Needs, *, spread: bool) -> Ints:
-    """In which pieces are asked for."""
-    if not spread:
-        return np.arange(len(needs))
+def _order(needs: Needs) -> Ints:
+    """In which pieces are asked for: all ranks' in turn."""
     counts = np.bincount(needs.rank)
     first = np.cumsum(counts) - counts
     number = np.arange(len(needs)) - first[needs.rank]

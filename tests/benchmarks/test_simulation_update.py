@@ -52,7 +52,7 @@ def test_update_of_one_node_takes_the_sum_of_its_hops() -> None:
 def test_streamed_update_takes_little_more_than_its_slowest_hop() -> None:
     needs = needs_of_all(4 * GPUS, GIB)
     segments = [GIB] * 4 * GPUS
-    streamed = simulate(PLAIN, segments, [needs], 1, Options(early=True, eager=True, spread=True))
+    streamed = simulate(PLAIN, segments, [needs], 1, Options(early=True, eager=True))
     slowest = max(bounds(PLAIN, segments, [needs]).values())
     assert slowest <= streamed.seconds <= 1.25 * slowest
     assert simulate(PLAIN, segments, [needs], 1).seconds > 1.8 * slowest
@@ -62,10 +62,10 @@ def test_each_barrier_left_out_saves_what_it_waits_for() -> None:
     needs, segments = needs_of_all(GPUS, GIB), [GIB] * GPUS
     with_both = simulate(PLAIN, segments, [needs], 1).seconds
     down = GIB / 50e9
-    early = simulate(PLAIN, segments, [needs], 1, Options(early=True, spread=True))
+    early = simulate(PLAIN, segments, [needs], 1, Options(early=True))
     assert early.fetched[0] < early.committed + GPUS * GIB / 400e9 / 2
     assert early.seconds == pytest.approx(with_both - down, rel=0.1)
-    eager = simulate(PLAIN, segments, [needs], 1, Options(eager=True, spread=True))
+    eager = simulate(PLAIN, segments, [needs], 1, Options(eager=True))
     assert eager.seconds < with_both - 0.5 * down
     assert eager.pauses[0] > simulate(PLAIN, segments, [needs], 1).pauses[0] * 0.9
 
@@ -117,16 +117,15 @@ def test_outcome_is_the_same_every_time() -> None:
     st.booleans(),
     st.booleans(),
     st.booleans(),
-    st.booleans(),
 )
 def test_nothing_is_faster_than_its_hops_and_no_byte_is_missing(
-    trainers: int, nodes: int, engines: int, memory: float, early: bool, eager: bool, spread: bool, relayed: bool
+    trainers: int, nodes: int, engines: int, memory: float, early: bool, eager: bool, relayed: bool
 ) -> None:
     ranks = trainers * GPUS
     hardware = replace(PLAIN, memory=memory * 600e9, piece=20e-6, lateness=1e-3, request=1e-4)
     each = [needs_of_all(ranks, 128 * MIB) for _ in range(nodes)]
     segments = [128 * MIB] * ranks
-    outcome = simulate(hardware, segments, each, engines, Options(early, eager, spread, relayed))
+    outcome = simulate(hardware, segments, each, engines, Options(early, eager, relayed))
     assert outcome.seconds >= max(bounds(hardware, segments, each).values())
     assert outcome.received == [needs.total for _ in range(engines) for needs in each]
     assert sum(outcome.sent) + sum(outcome.relayed) == sum(outcome.received)
