@@ -38,7 +38,7 @@ from awexd.rdma.transport import TARGET, Rdma
 from awexd_transports.base import Admission, Memory
 from awexd_transports.ranges import Ranges
 from awexd_transports.segment import HEADER_BYTES
-from benchmarks.tcp import CHUNK, KEY, RESULTS, ROOT, SUBJECT, WITHIN, equal, memory_of, source_at
+from benchmarks.tcp import KEY, RESULTS, ROOT, SUBJECT, WITHIN, in_turn, memory_of, source_at
 
 NBYTES = 1 << 30
 PIECE = 32 << 20
@@ -210,18 +210,7 @@ def _measure(rounds: int) -> Figure:
         ways: dict[str, Callable[[], None]] = {"rdma-rate": ours}
         for name in BARE:
             ways[name] = stack.enter_context(_bare(name, held, into))
-        rates: dict[str, list[float]] = {name: [] for name in ways}
-        for number in range(rounds + 1):
-            for name, way in ways.items():
-                for at in range(0, NBYTES, CHUNK):
-                    into.view[at] = 0
-                started = time.perf_counter()
-                way()
-                seconds = time.perf_counter() - started
-                if not equal(into.view, held.view):
-                    raise RuntimeError(f"{name}: the bytes differ")
-                if number:  # the first warms up
-                    rates[name].append(NBYTES / seconds / 1e9)
+        rates = in_turn(ways, rounds, held, into)
     bare = max((rates[name] for name in BARE), key=statistics.median)
     low, value, high = quartiles(rates["rdma-rate"])
     ratio = statistics.median(mine / limit for mine, limit in zip(rates["rdma-rate"], bare, strict=True))

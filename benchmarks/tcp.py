@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -204,25 +204,27 @@ def _measure(rounds: int, streams: int) -> list[Figure]:
                     "blocking": lambda: _receive_blocking(ports[1], into.view, streams),
                     "loop": lambda: uvloop.run(_receive_on_loop(ports[2], into.view, streams)),
                 }
-                rates: dict[str, list[float]] = {name: [] for name in ways}
-                for number in range(rounds + 1):
-                    for name, way in ways.items():
-                        for at in range(0, nbytes, CHUNK):
-                            into.view[at] = 0
-                        started = time.perf_counter()
-                        way()
-                        seconds = time.perf_counter() - started
-                        if not equal(into.view, held.view):
-                            raise RuntimeError(f"{name}: the bytes differ")
-                        if number:  # the first warms up
-                            rates[name].append(nbytes / seconds / 1e9)
+                rates = in_turn(ways, rounds, held, into)
             finally:
                 serving.kill()
     return list(_figures(rates, streams))
 
 
-def equal(one: memoryview, other: memoryview) -> bool:
-    return np.array_equal(np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8))
+def in_turn(ways: Mapping[str, Callable[[], None]], rounds: int, held: Memory, into: Memory) -> dict[str, list[float]]:
+    """GB/s of each way from one memory to the other, whose bytes are compared after each; the first round warms up."""
+    rates: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds + 1):
+        for name, way in ways.items():
+            for at in range(0, held.nbytes, CHUNK):
+                into.view[at] = 0
+            started = time.perf_counter()
+            way()
+            seconds = time.perf_counter() - started
+            if not np.array_equal(np.frombuffer(into.view, np.uint8), np.frombuffer(held.view, np.uint8)):
+                raise RuntimeError(f"{name}: the bytes differ")
+            if number:
+                rates[name].append(held.nbytes / seconds / 1e9)
+    return rates
 
 
 def _figures(rates: dict[str, list[float]], streams: int) -> Iterator[Figure]:
