@@ -88,7 +88,7 @@ def _handed_out(job: Job, engine: Engine, agreed: Agreed, worker: Worker) -> Ver
 def _version(job: Job, agreed: Agreed) -> Version | None:
     """What is here of it, if a reader may have it."""
     version = job.versions.get(agreed.key)
-    good = version is not None and version.attempt == agreed.attempt and not version.withdrawn
+    good = version is not None and version.attempt == agreed.attempt and not (version.withdrawn or version.partial)
     return version if good else None
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.workers.processes import Process, RemoteError
-from tests.nodes.clusters import Cluster, Engine, Trainer, job_of, texts, until
+from tests.nodes.clusters import Cluster, Engine, SpreadTrainer, Trainer, job_of, texts, until
 from tests.nodes.spanning import DRIVEN, TOGETHER, Spread
 
 Forks = Callable[[int], list[Process]]
@@ -43,6 +43,20 @@ def test_every_worker_gets_every_bit_of_every_step(folder: Path, forks: Forks) -
             assert step - 1 <= found[0][0] <= step
             found = beside.do(f"reader.wait({step}, timeout=60)\n{SAME}")
             assert found == [[step, []]] * 4
+        for daemon in (a, b, c):
+            assert texts(daemon, "failed") == []
+
+
+def test_trainer_and_engines_on_the_same_nodes(folder: Path, forks: Forks) -> None:
+    """Each node has ranks of both: it holds some ranks' segments, and brings what its workers read of the others'."""
+    with Cluster(folder, "a", "b", "c") as cluster:
+        a, b, c = (cluster[name] for name in "abc")
+        trainer = SpreadTrainer(forks(4), [a, a, b, b])
+        engines = [Spread(forks(3), [a, b, a], "both"), Spread(forks(2), [b, c], "far")]
+        for step in range(1, 9):
+            trainer.publish(step)
+            for engine in engines:
+                engine.update(step)
         for daemon in (a, b, c):
             assert texts(daemon, "failed") == []
 
