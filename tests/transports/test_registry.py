@@ -50,5 +50,5 @@ def test_wrong_transport_is_refused(installed: list[EntryPoint], name: str, valu
 
 def test_unknown_transport_is_refused_with_those_that_are_known(installed: list[EntryPoint]) -> None:
     installed.append(point("pigeon", "collections:Pigeon"))
-    with pytest.raises(InvalidArgument, match="no transport is called 'carrier'; known: pigeon, tcp"):
+    with pytest.raises(InvalidArgument, match="no transport is called 'carrier'; known: pigeon, rdma, tcp"):
         registry.find("carrier")
