@@ -13,6 +13,7 @@ import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice, takewhile
+from typing import Protocol
 
 from awexd.access import Peer
 from awexd.protocol import (
@@ -42,8 +43,39 @@ _SO_PEERPIDFD = 77
 """Linux 6.5; Python 3.11 has no name for it."""
 
 
+class Client(Protocol):
+    """The other end of a session: a process of this node, or one of another that its daemon speaks for.
+
+    Attributes:
+        node, host: of another node: its name, and where processes there can be reached from elsewhere.
+    """
+
+    peer: Peer
+    node: str
+    host: str
+
+    @property
+    def exited(self) -> bool: ...
+
+    @property
+    def ended(self) -> str: ...
+
+    async def serve(self, take: Callable[[Message, list[int]], None]) -> None: ...
+
+    async def process_exit(self, within: float) -> bool: ...
+
+    def send(self, message: Message, fds: Sequence[int] = ()) -> None: ...
+
+    def permit(self, operation: str, arguments: Message) -> None:
+        """Raises AccessDenied: not for this client."""
+
+    def close(self) -> None: ...
+
+
 class Channel:
     """Owns the socket, the peer's pidfd and descriptors in flight; ``close`` releases all of them."""
+
+    node = host = ""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -118,6 +150,9 @@ class Channel:
             self._flush()
         if self._queued > MAX_QUEUED_BYTES:
             self._end("it left its replies unread")
+
+    def permit(self, operation: str, arguments: Message) -> None:
+        """Whatever a process of this node asks for, the operations themselves allow or refuse."""
 
     def close(self) -> None:
         self._end("the connection was closed")

@@ -103,6 +103,8 @@ def _job_lines(job: Answer) -> list[str]:
     brief = job["brief"]
     there = brief["world_size"] - len(brief["absent"])
     lines = [f"job {brief['job']}: epoch {brief['epoch']}, writers {there} of {brief['world_size']}"]
+    if job["home"]:
+        lines.append(f"  exchanged by way of node {job['home']}")
     for version in job["pieces"]:
         count = version["world_size"]
         held = ", ".join(

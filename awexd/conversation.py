@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from awexd.channel import Channel
+from awexd.channel import Client
 from awexd.protocol import MAX_FDS, Message, close_descriptors, error_reply, parse_request
 from awexd.service import Call, Outcome, Reply, Service, late
 from awexd.store import Wait
@@ -31,7 +31,7 @@ class Conversation:
     def __init__(
         self,
         service: Service,
-        channel: Channel,
+        channel: Client,
         session: Session,
         tasks: asyncio.TaskGroup,
         greet: Callable[[Message], None],
@@ -45,11 +45,16 @@ class Conversation:
         self._greet: Callable[[Message], None] | None = greet
 
     def take(self, message: Message, fds: list[int]) -> None:
-        """Carries out one request as far as it goes now. Owns ``fds``.
+        """Carries out one request as far as it goes now, or has it carried out at its job's home. Owns ``fds``.
 
         Raises:
             ProtocolError: what ends the connection.
         """
+        forward = self.service.forwards.get(self.session.id)
+        if forward is not None and forward.takes(message):
+            self.said_goodbye = self.said_goodbye or message.get("op") == "goodbye"
+            forward.send(message, fds)
+            return
         request = None
         try:
             if len(self.open) >= MAX_OPEN_REQUESTS or len(fds) > 1:
@@ -91,8 +96,13 @@ class Conversation:
             self.said_goodbye = True
             self.channel.send({"id": request_id, "ok": {}})
             return None
+        try:
+            self.channel.permit(operation, arguments)
+        except AwexdError as error:
+            self.send(error_reply(request_id, error))
+            return None
         now = asyncio.get_running_loop().time()
-        call = Call(self.session, self.channel.peer, arguments, fds, now, now + seconds)
+        call = Call(self.session, self.channel.peer, arguments, fds, now, now + seconds, self.channel.send)
         return Request(self, request_id, operation, call)
 
 

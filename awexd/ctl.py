@@ -319,9 +319,9 @@ def _sessions(answer: Answer) -> list[str]:
     rows = [
         [
             row["session"],
-            f"{row['pid']}",
+            f"{row['pid']}" + (f" on {row['node']}" if row["node"] else ""),
             f"{row['uid']}",
-            row["role"],
+            f"forwarded to {row['home']}" if row["home"] else row["role"],
             row["job"] or "-",
             row.get("engine", "-"),
             f"{row.get('rank', '-')}",

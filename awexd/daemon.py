@@ -23,7 +23,7 @@ from awexd.access import Peer
 from awexd.adoption import adopt
 from awexd.background import Background
 from awexd.budget import Budget
-from awexd.channel import Channel
+from awexd.channel import Channel, Client
 from awexd.config import Settings
 from awexd.conversation import Conversation
 from awexd.journal import Journal
@@ -145,6 +145,7 @@ class Daemon:
         self._service = Service(settings, self._store, memory, journal, background)
         self._session_ids = (f"s{n}" for n in itertools.count(1))
         self._sessions: dict[asyncio.Task[None], Channel] = {}
+        self._clients: dict[str, Client] = {}
         for operations in (Trainers, Lenders, Relay, Engines, Groups, Parking, Control):
             operations(self._service)
         self._report = Report(self._service)
@@ -171,7 +172,7 @@ class Daemon:
             return None
         from awexd.nodes.among import Cluster  # aiohttp: only where it is needed
 
-        made = Cluster(self._service, self._settings)
+        made = Cluster(self._service, self._settings, self._session, self._expel)
         self._report.cluster, self._report.following, self._report.seen = made.status, made.following, made.seen
         return made
 
@@ -210,9 +211,15 @@ class Daemon:
                 self._background.thread(self._memory.unlink, segment_id)
         await self._background.threads_done()
 
-    async def _session(self, channel: Channel) -> None:
+    def _expel(self, session: str, why: AwexdError) -> None:
+        """Ends a session; its client may come again."""
+        if client := self._clients.get(session):
+            client.send({"bye": {"code": why.code, "reason": why.message}})
+
+    async def _session(self, channel: Client) -> None:
         peer = channel.peer
-        session = Session(next(self._session_ids), peer.pid, peer.uid)
+        session = Session(next(self._session_ids), peer.pid, peer.uid, channel.node, channel.host)
+        self._clients[session.id] = channel
         try:
             async with asyncio.timeout(HELLO_SECONDS) as patience:
                 await self._converse(channel, session, patience)
@@ -226,9 +233,10 @@ class Daemon:
         except* Exception:  # noqa: BLE001 - a fault of ours ends this session, never the daemon
             _log.exception("session %s (process %d, uid %d) failed", session.id, peer.pid, peer.uid)
         finally:
+            del self._clients[session.id]
             channel.close()
 
-    async def _converse(self, channel: Channel, session: Session, patience: asyncio.Timeout) -> None:
+    async def _converse(self, channel: Client, session: Session, patience: asyncio.Timeout) -> None:
         """Greets and answers until the connection ends; ``patience`` ends with the greeting."""
 
         def greet(message: Message) -> None:
@@ -257,7 +265,7 @@ class Daemon:
                 why = channel.ended or "the daemon is stopping"
                 self._service.end_session(session, unmapped=exited or said_goodbye, why=why)
 
-    async def _exits(self, channel: Channel) -> bool:
+    async def _exits(self, channel: Client) -> bool:
         """Shielded from the daemon's own stop, which is no reason to take a living process for a dead one."""
         try:
             return await channel.process_exit(EXIT_GRACE_SECONDS)

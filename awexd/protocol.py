@@ -94,7 +94,7 @@ class Decoder:
         """
         self._fds.extend(fds)
         if not self._buffer and _is_one_frame(data):
-            yield self._taken(_decoded(memoryview(data)[_LENGTH.size :]))  # as nearly always
+            yield self._taken(decoded(memoryview(data)[_LENGTH.size :]))  # as nearly always
         else:
             self._buffer += data
         while (message := self._next()) is not None:
@@ -125,7 +125,7 @@ class Decoder:
         if len(self._buffer) < end:
             return None
         try:
-            return _decoded(memoryview(self._buffer)[_LENGTH.size : end])
+            return decoded(memoryview(self._buffer)[_LENGTH.size : end])
         finally:
             del self._buffer[:end]
 
@@ -135,7 +135,12 @@ def _is_one_frame(data: bytes) -> bool:
     return 0 <= length <= MAX_FRAME_BYTES and _LENGTH.unpack_from(data)[0] == length
 
 
-def _decoded(body: memoryview) -> Message:
+def decoded(body: memoryview) -> Message:
+    """A frame's object; releases ``body``.
+
+    Raises:
+        ProtocolError: it is none.
+    """
     with body:
         try:
             message = orjson.loads(body)
@@ -276,6 +281,9 @@ _RANKS = {"rank": _whole(0, MAX_WORLD_SIZE - 1), "world_size": _whole(1, MAX_WOR
 _PARCEL = {"job": _text, "rank": _whole(0, MAX_WORLD_SIZE - 1), "name": _text}
 _ATTEMPTED = {"epoch": _ATTEMPT, "step": _STEP, "attempt": _ATTEMPT}
 
+FORWARDED = ("write.", "read.", "group.", "job.", "park.pin", "park.unpin")
+"""Operations of a session whose job has its home on another node that are carried out there."""
+
 OPERATIONS: dict[str, dict[str, Check]] = {
     # a training process
     "write.register": {
@@ -368,6 +376,7 @@ OPERATIONS: dict[str, dict[str, Check]] = {
     "segment.closed": {"ids": _ids},
     "segment.dropped": {},
     "segment.chunks": {"id": _text, "first": _whole(0, MAX_CHUNKS), "count": _whole(1, MAX_FDS)},
+    "session.home": {"job": _text, "join": _boolean},
     "goodbye": {},
     # a job's owner, and commands
     "job.close": {"job": _text},

@@ -21,6 +21,7 @@ from awexd.config import Settings
 from awexd.events import Events
 from awexd.journal import Journal
 from awexd.memory import Memory
+from awexd.protocol import Message
 from awexd.records import Records
 from awexd.shelf import Shelf
 from awexd.store import Segment, Store, Wait, parking
@@ -59,11 +60,26 @@ class Call(NamedTuple):
     fds: list[int]
     began: float
     deadline: float
+    say: Callable[[Message, list[int]], None]
+    """To the client, beside the answer."""
 
 
 Outcome = Union[Reply, Wait, Coroutine[Any, Any, "Outcome"]]  # noqa: UP007 - it names itself
 """An answer; or not yet: ask again when that job has changed; or what has to wait for a disk or a thread first."""
 Operation = Callable[[Call], Outcome]
+
+
+class Forward(Protocol):
+    """A session of this node whose job has its home on another."""
+
+    job: str
+    node: str
+
+    def takes(self, message: Message) -> bool:
+        """Whether that request is carried out there."""
+
+    def send(self, message: Message, fds: list[int]) -> None:
+        """Has it carried out. Owns ``fds``."""
 
 
 class Across(Protocol):
@@ -99,6 +115,12 @@ class Service:
         """Called with the id of a segment of shared memory that goes."""
         self.across: Callable[[Job], Across] | None = None
         """The MetaServer, for the ranks of a joined job."""
+        self.forwards: dict[str, Forward] = {}
+        """By session."""
+        self.ended: list[Callable[[str], None]] = []
+        """Called with the id of a session that has ended."""
+        self.host = ""
+        """Where processes of this node can be reached from others; "" where it is by itself."""
         self.lent: dict[str, int] = {}
         """What describes borrowed segments: a memfd each."""
         self.taken_back: Callable[[str], None] | None = None
@@ -107,6 +129,7 @@ class Service:
         self._operations: dict[str, Operation] = {
             "segment.open": self._segment_open,
             "segment.closed": self._segment_closed,
+            "session.home": lambda call: Reply({"node": None}),
         }
 
     def add(self, operations: dict[str, Operation]) -> None:
@@ -195,6 +218,8 @@ class Service:
             name, worker = session.worker
             self.note("left", name, f"engine {worker.engine} rank {worker.rank} left: {why}")
         self.store.end_session(session.id, unmapped=unmapped, why=why, now=time.monotonic())
+        for ended in self.ended:
+            ended(session.id)
         self.settle()
         self.watch_idle()
         if self.shelf.heavy:

@@ -16,6 +16,8 @@ import orjson
 from awexd_transports.errors import AccessDenied
 
 KEY_BYTES = NONCE_BYTES = 32
+SESSION = (0, 0, 0)
+"""Epoch, step and attempt of a ticket that is for a client's session, not for a version: versions begin at epoch 1."""
 
 
 @dataclass(frozen=True, slots=True)

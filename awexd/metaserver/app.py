@@ -285,7 +285,8 @@ class App:
     def _report(self, connection: Connection, routed: Routed, body: Body) -> Outcome:
         report = _report_of(body)
         refused = self._state.report(routed.places["node"], body["run"], routed.job, report)
-        return self._told({"refused": refused}, routed.job)
+        job = self._state.jobs.get(routed.job)
+        return self._told({"refused": refused, "home": job.home if job else None}, routed.job)
 
     def _forget(self, connection: Connection, routed: Routed, body: bytes) -> Outcome:
         self._state.forget(routed.places["node"], routed.query["run"], routed.job)
@@ -379,6 +380,17 @@ class App:
         ]
         return self.answer({"sources": rows, "ttl_ms": int(TICKET_SECONDS * 1000)})
 
+    def _home(self, connection: Connection, routed: Routed, body: Body) -> Outcome:
+        node, grant = self._state.home(body["node"], body["run"], routed.job, time.monotonic())
+        value = {
+            "node": node,
+            "address": grant.source.address if grant else None,
+            "key": grant.key.hex() if grant else None,
+            "ticket": grant.ticket.encode().decode() if grant else None,
+            "ttl_ms": int(TICKET_SECONDS * 1000),
+        }
+        return self._told(value, routed.job)
+
     def _missing(self, connection: Connection, routed: Routed, body: Body) -> bytes:
         return self.answer({"missing": [digest for digest in body["digests"] if digest not in self.manifests]})
 
@@ -458,6 +470,7 @@ def _report_of(body: Body) -> Report:
         joined=body["joined"],
         waiting=frozenset(body["waiting"]),
         fetching=frozenset(body["fetching"]),
+        home=body["home"],
     )
 
 

@@ -62,6 +62,7 @@ _STATUSES: dict[str, int] = {
     "version_unavailable": 404,
     "version_conflict": 409,
     "epoch_changed": 409,
+    "daemon_unavailable": 503,
     "deadline_exceeded": 504,
     "budget_exceeded": 507,
 }

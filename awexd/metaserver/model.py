@@ -136,6 +136,7 @@ class Report(NamedTuple):
         joined: writers of the job are on several nodes, of which this is one.
         waiting: ranks on this node whose fellows are not all there.
         fetching: versions that the node brings to itself.
+        home: processes exchange the job's weights, which this node decides.
     """
 
     local: bool
@@ -150,6 +151,7 @@ class Report(NamedTuple):
     joined: bool = False
     waiting: frozenset[int] = frozenset()
     fetching: frozenset[VersionKey] = frozenset()
+    home: bool = False
 
 
 @dataclass(slots=True)
@@ -174,6 +176,7 @@ class Job:
         committed: recent commits, each with its attempt and its number of ranks, for whoever asks again.
         aborted: recent attempts that were aborted, and why.
         engines: those whose workers are on several nodes, or may be.
+        home: the node whose daemon decides its exchanges. Not on disk: that node tells it.
         seq: of its last change; see ``State.seq``.
     """
 
@@ -190,6 +193,7 @@ class Job:
     versions: dict[VersionKey, Version] = field(default_factory=dict)
     reports: dict[str, Report] = field(default_factory=dict)
     engines: dict[str, Engine] = field(default_factory=dict)
+    home: str | None = None
     seq: int = 0
 
     @property

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -85,7 +85,12 @@ class Party:
 
 @dataclass(slots=True)
 class Round:
-    """The n-th update of every worker. ``proposed_by``: the node whose wish it was, which has the version."""
+    """The n-th update of every worker.
+
+    Attributes:
+        proposed_by: the node whose wish it was, which has the version.
+        gone: why that is none any more; whoever has not got it will not.
+    """
 
     id: str
     number: int
@@ -93,6 +98,7 @@ class Round:
     attempt: int
     settled: bool = False
     proposed_by: str = ""
+    gone: str | None = None
 
 
 class Failed(NamedTuple):
@@ -196,6 +202,7 @@ def tell(job: str, engine: Engine, node: str, told: Told) -> None:
     taken = sorted(told.workers.keys() & others.keys())
     if taken:
         on = others[taken[0]]
+        _let_go(engine, node, told.workers.keys())  # two nodes may have changed ranks: each waits for the other
         raise VersionConflict(f"{job}: {describe_ranks(taken)} of engine {engine.name} is registered on node {on}")
     if others and told.world_size != engine.world_size:
         raise VersionConflict(f"{job}: engine {engine.name} has {engine.world_size} workers, not {told.world_size}")
@@ -213,8 +220,9 @@ def tell(job: str, engine: Engine, node: str, told: Told) -> None:
         engine.left.pop(rank, None)
     for fact in told.rounds:
         known = engine.rounds.get(fact.number)
-        handed_out = fact.settled and fact.have and (known is None or not known.settled)
-        if handed_out and not _over(engine, fact.number):
+        # Where this process knows of none, also one that the node hands out no more: others may, who have yet to tell.
+        stands = fact.settled and (known is None or (fact.have and not known.settled))
+        if stands and not _over(engine, fact.number):
             engine.rounds[fact.number] = Round(fact.id, fact.number, fact.key, fact.attempt, settled=True)
 
 
@@ -265,6 +273,7 @@ def view(engine: Engine) -> dict[str, Any]:
                 "attempt": one.attempt,
                 "settled": one.settled,
                 "have": [node for node, party in sorted(engine.parties.items()) if _has(node, party, one)],
+                "gone": one.gone,
             }
             for number, one in sorted(engine.rounds.items())
         ],
@@ -275,6 +284,7 @@ def view(engine: Engine) -> dict[str, Any]:
 def _checked(engine: Engine, commits: Commits) -> Iterable[Round | Failed]:
     """Rounds that are over, or settled, by now."""
     for number, one in sorted(engine.rounds.items()):
+        one.gone = commits.why_gone(one.key, one.attempt)
         if _over(engine, number):
             engine.completed = one.key
             del engine.rounds[number]
@@ -352,8 +362,10 @@ def _newest_of_all(engine: Engine, commits: Commits) -> tuple[VersionKey, int] |
 
 
 def _has(node: str, party: Party, one: Round) -> bool:
-    wished = node == one.proposed_by and any((w.key, w.attempt) == (one.key, one.attempt) for w in party.wishes)
-    return wished or party.has(one.id)
+    """As the node says; one that has wished for it, and has yet to hear of the round, has it."""
+    if any(fact.id == one.id for fact in party.told.rounds):
+        return party.has(one.id)
+    return node == one.proposed_by and any((w.key, w.attempt) == (one.key, one.attempt) for w in party.wishes)
 
 
 def _fail(engine: Engine, one: Round, code: str, why: str, commits: Commits) -> Failed:
@@ -363,6 +375,17 @@ def _fail(engine: Engine, one: Round, code: str, why: str, commits: Commits) -> 
     for party in engine.parties.values():
         party.refused |= {wish.id for wish in party.wishes if wish.number == one.number}
     return failed
+
+
+def _let_go(engine: Engine, node: str, ranks: Collection[int]) -> None:
+    """Of its workers the node has none but of these any more."""
+    party = engine.parties.get(node)
+    if party is None:
+        return
+    _leave(engine, party.told.workers.keys() - ranks, f"it left node {node}")
+    party.told = party.told._replace(workers={r: row for r, row in party.told.workers.items() if r in ranks})
+    if not party.told.workers:
+        del engine.parties[node]
 
 
 def _leave(engine: Engine, ranks: Iterable[int], why: str) -> None:

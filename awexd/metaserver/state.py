@@ -6,6 +6,7 @@ All the rest is what the daemons say, and say again when this process's ``run`` 
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -28,9 +29,10 @@ from awexd.metaserver.model import (
     Version,
 )
 from awexd.store.model import VersionKey, describe_keys, describe_ranks
-from awexd.tickets import KEY_BYTES, Ticket, key_of
+from awexd.tickets import KEY_BYTES, SESSION, Ticket, key_of
 from awexd_transports.errors import (
     BudgetExceeded,
+    DaemonUnavailable,
     VersionConflict,
     VersionUnavailable,
 )
@@ -62,6 +64,9 @@ class State:
         self.engines: set[tuple[str, str]] = set()
         self.nodes_changed = 0
         self._first = self._next_attempt = first
+        self._restored: frozenset[str] = frozenset()
+        self._since = math.inf
+        """When the first node was heard of."""
 
     def restore(self, records: Iterable[Record]) -> None:
         """What an earlier process has written. Who holds those versions, the nodes will tell."""
@@ -70,6 +75,7 @@ class State:
             for epoch, step, attempt, world_size in sorted(record.commits):
                 writing.remember_commit(job, Version((epoch, step), attempt, world_size))
             self.jobs[job.name] = job
+        self._restored = frozenset(self.jobs)
 
     # nodes
 
@@ -80,7 +86,7 @@ class State:
             VersionConflict: a daemon at another address has that name, and lives.
             BudgetExceeded: too many nodes.
         """
-        node = self.nodes.get(name)
+        node, self._since = self.nodes.get(name), min(self._since, now)
         if node is not None and node.run != run:
             if node.address != address and node.expires > now:
                 raise VersionConflict(
@@ -144,6 +150,8 @@ class State:
 
     def _drop_report(self, job: Job, node: str) -> None:
         job.reports.pop(node, None)
+        if job.home == node:
+            job.home = None
         for version in job.versions.values():
             version.holders.pop(node, None)
             version.fetching.pop(node, None)
@@ -162,10 +170,14 @@ class State:
             VersionConflict: another node has these ranks.
         """
         node = self.node(name, run)
-        if job_name not in self.jobs and not (report.ranks or report.versions or report.engines or report.waiting):
+        if job_name not in self.jobs and not _says_something(report):
             return []
         job = self._job(job_name, node)
         before = job.reports.get(name)
+        if report.home and job.home is None:
+            self._settle_at(job, name)
+        if job.home not in (None, name) and (report.home or (report.local and not (report.ranks or report.versions))):
+            return []  # it was the home: it is told which node is now
         if report.local and report.epoch:
             self._adopt(job, name, report)
         else:
@@ -428,6 +440,40 @@ class State:
                 engine.seq += 1
                 self.engines.add((job.name, engine.name))
 
+    # exchanges
+
+    def home(self, name: str, run: str, job_name: str, now: float) -> tuple[str, Grant | None]:
+        """The node whose daemon decides a job's exchanges, and leave to forward sessions to it.
+
+        Whoever asks first becomes it; None for that one.
+
+        Raises:
+            DaemonUnavailable: it may be one that has not told of itself since this process was started.
+            VersionUnavailable: it serves no other nodes.
+        """
+        job = self._job(job_name, self.node(name, run))
+        if job.home is None and job_name in self._restored and now < self._since + self.ttl:
+            raise DaemonUnavailable(
+                f"{job_name}: the MetaServer was just started, and the node where exchanges are decided may not have "
+                "told yet"
+            )
+        if job.home is None:
+            self._settle_at(job, name)
+        if job.home in (None, name):
+            return name, None
+        home = self.nodes[job.home]
+        if home.address is None:
+            raise VersionUnavailable(
+                f"{job_name}: node {home.name}, where its exchanges are decided, serves no other nodes: start its "
+                "daemon with --listen"
+            )
+        return home.name, self._grant(job_name, SESSION, home, name, frozenset(), self._expires(now))
+
+    def _settle_at(self, job: Job, name: str) -> None:
+        job.home = name
+        self.note("home", job.name, name, f"its exchanges are decided on node {name}")
+        self.touched.add(job.name)
+
     # transfers
 
     def tickets(
@@ -465,8 +511,8 @@ class State:
             what = "" if ranks is None else f"{describe_ranks(wanted)} of "
             raise VersionUnavailable(f"{job_name}: {who} {what}epoch {key[0]} step {key[1]}")
         target.jobs.add(job_name)
-        expires = int((now + TICKET_SECONDS) * 1000)
-        return [self._grant(job, version, self.nodes[node], name, taken, expires) for node, taken in found.items()]
+        subject, expires = (*key, version.attempt), self._expires(now)
+        return [self._grant(job_name, subject, self.nodes[node], name, taken, expires) for node, taken in found.items()]
 
     def _serving(
         self, version: Version, name: str, earlier: list[str], parts: str | None
@@ -480,13 +526,21 @@ class State:
             if node != name and self.nodes[node].address
         }
 
+    @staticmethod
+    def _expires(now: float) -> int:
+        return int((now + TICKET_SECONDS) * 1000)
+
     def _grant(
-        self, job: Job, version: Version, source: Node, target: str, ranks: frozenset[int], expires: int
+        self,
+        job: str,
+        subject: tuple[int, int, int],
+        source: Node,
+        target: str,
+        ranks: frozenset[int],
+        expires: int,
     ) -> Grant:
         source.tickets += 1
-        epoch, step = version.key
-        serial = secrets.token_hex(16)
-        ticket = Ticket(job.name, epoch, step, version.attempt, source.name, target, self.run, expires, serial)
+        ticket = Ticket(job, *subject, source.name, target, self.run, expires, secrets.token_hex(16))
         return Grant(source, ticket, key_of(source.key, ticket.encode()), ranks)
 
     # internals
@@ -509,3 +563,7 @@ class State:
         commits = ((*key, *known) for key, known in job.committed.items())
         self.records[job.name] = Record(job.name, job.epoch, job.world_size, job.keep, job.high, tuple(commits))
         self.touched.add(job.name)
+
+
+def _says_something(report: Report) -> bool:
+    return bool(report.ranks or report.versions or report.engines or report.waiting or report.home)

@@ -56,6 +56,7 @@ def view(job: Job) -> dict[str, Any]:
         "brief": brief(job),
         "keep": job.keep,
         "local": job.local,
+        "home": job.home,
         "waiting": [{"node": node, "ranks": sorted(ranks)} for node, ranks in sorted(_waiting(job).items())],
         "ranks": [{"rank": rank, "node": m.node, "digest": m.digest} for rank, m in sorted(job.members.items())],
         "pieces": [

@@ -218,6 +218,9 @@ def withdraw(job: Job, attempts: Collection[int], why: str) -> list[VersionKey]:
     for key in gone:
         job.versions.pop(key, None)
         remember_abort(job, job.committed.pop(key)[0], why)
+    for attempt in attempts:
+        if attempt not in job.aborted:  # before this process was started; somebody may ask for it yet
+            remember_abort(job, attempt, why)
     return gone
 
 

@@ -6,11 +6,13 @@ import asyncio
 import logging
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 from awexd.config import Settings
 from awexd.nodes.announcing import Announcer
 from awexd.nodes.following import Following
+from awexd.nodes.homes import Homes, Serve
 from awexd.nodes.mapped import Mapped
 from awexd.nodes.mirroring import PEERS
 from awexd.nodes.rounds import Rounds
@@ -18,7 +20,7 @@ from awexd.nodes.routes import Routes, peer_settings, serving, transports
 from awexd.nodes.serving import Serving
 from awexd.service import Service
 from awexd.store.model import Job
-from awexd_transports.errors import InvalidArgument
+from awexd_transports.errors import AwexdError, InvalidArgument
 
 REFUSAL_SECONDS = 10.0
 """Between two events of that kind."""
@@ -28,11 +30,16 @@ WILDCARDS = ("0.0.0.0", "::")
 class Cluster:
     """Everything that this daemon does with a MetaServer and other nodes. Listens at once; ``run`` until cancelled.
 
+    Args:
+        serve, expel: of sessions, as for ``Homes``.
+
     Raises:
         AwexdError: its token or TLS files, or the address to listen on, cannot be used.
     """
 
-    def __init__(self, service: Service, settings: Settings) -> None:
+    def __init__(
+        self, service: Service, settings: Settings, serve: Serve, expel: Callable[[str, AwexdError], None]
+    ) -> None:
         address = settings.advertise
         self._service, self._refusal = service, -math.inf
         self._announcer = Announcer(service, settings)
@@ -51,6 +58,10 @@ class Cluster:
             address = address or f"{host}:{self._server.address[1]}"
             self._serving = Serving(service, self._server, self._mapped)
         self._announcer.address = address
+        service.host = address.rpartition(":")[0].strip("[]") if address is not None else ""
+        self._homes = Homes(service, self._announcer, peers, serve, expel)
+        if self._server is not None:
+            self._server.sessions = self._homes.admit
         self._following = Following(service, self._announcer, self._serving, self._mapped, self._routes)
         self._rounds = Rounds(service, self._announcer)
         self.seen = self._rounds.seen
@@ -84,6 +95,7 @@ class Cluster:
                 self._ending.append(group.create_task(self._server.run()))
             group.create_task(self._announcer.keep())
             group.create_task(self._rounds.run())
+            group.create_task(self._homes.run())
 
     async def stop(self, running: asyncio.Task[None]) -> None:
         """Ends it; returns when nothing is fetched or served any more."""

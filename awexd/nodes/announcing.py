@@ -48,6 +48,7 @@ class Announcer:
         generation: counts how often the MetaServer has been told of this daemon from the beginning.
         address: where other nodes reach this one; None: it serves none.
         admission: whom it lets in that fetches from it; its key is the MetaServer's present process's.
+        elsewhere: called with a job whose exchanges are decided here though its home is another node, and that node.
         refused: called with a job and the versions of it that were not committed as this node has them.
 
     Raises:
@@ -62,6 +63,7 @@ class Announcer:
         self.generation = 0
         self.admission = Admission(self.node, secrets.token_bytes(KEY_BYTES), self._now_ms)
         self.refused: Callable[[str, list[VersionKey]], None] = lambda job, keys: None
+        self.elsewhere: Callable[[str, str], None] = lambda job, home: None
         self._url = settings.metaserver
         self._service = service
         self.address = settings.advertise
@@ -194,11 +196,14 @@ class Announcer:
             if self._service.store.jobs.get(name) is not job:  # closed meanwhile
                 self._dirty.add(name)
                 return
-            answer = await self._ask(client, "PUT", path, report_of(job) | {"run": self.run})
+            report = report_of(job)
+            answer = await self._ask(client, "PUT", path, report | {"run": self.run})
             self._told.add(name)
             self._reported.fire(name)
             if answer["refused"]:
                 self.refused(name, [(epoch, step) for epoch, step in answer["refused"]])
+            if report["home"] and answer["home"] not in (None, self.node):
+                self.elsewhere(name, answer["home"])
             self._refused.pop(name, None)
         except (_Anew, *_TRANSIENT):
             self._dirty.add(name)
@@ -262,7 +267,15 @@ def report_of(job: Job) -> dict[str, Any]:
         "engines": [_engine(engine) for engine in job.engines.values() if engine.workers],
         "withdrawn": list(job.withdrawn),
         "fetching": [job.mirror.fetching] if job.mirror is not None and job.mirror.fetching else [],
+        "home": exchanged(job),
     }
+
+
+def exchanged(job: Job) -> bool:
+    """Whether processes exchange that job's weights, as this daemon says."""
+    writers = [*job.writers.values(), *(job.pending.writers.values() if job.pending else ())]
+    workers = [worker for engine in job.engines.values() for worker in engine.workers.values()]
+    return any(writer.mode == "nccl" for writer in writers) or any(worker.exchanges for worker in workers)
 
 
 def _parts(version: Version) -> str | None:

@@ -55,7 +55,7 @@ class Rounds:
                 for name in dirty:
                     job = self._service.store.jobs.get(name)
                     for engine in list(job.engines.values()) if job is not None else ():
-                        if job is not None and engine.absent and (name, engine.name) not in self._agreeing:
+                        if job is not None and engine.elsewhere and (name, engine.name) not in self._agreeing:
                             agreeing = Agreeing(self._service, self._announcer, client, watcher, job, engine)
                             self._start(group, agreeing)
 
@@ -115,7 +115,7 @@ class Agreeing:
     @property
     def _over(self) -> bool:
         gone = self._store.jobs.get(self.job.name) is not self.job
-        return gone or self.job.engines.get(self.engine.name) is not self.engine or not self.engine.absent
+        return gone or self.job.engines.get(self.engine.name) is not self.engine or not self.engine.elsewhere
 
     async def run(self) -> None:
         known = self._store.spanned(self.engine)
@@ -130,7 +130,7 @@ class Agreeing:
             _log.exception("agreeing on engine %s of job %s failed", self.engine.name, self.job.name)
             await asyncio.sleep(BACKOFF_SECONDS[1])
         finally:
-            self._store.leave_spanning(self.engine)
+            self._store.leave_spanning(self.job, self.engine)
             self._service.settle()
 
     async def seen(self, deadline: float) -> None:

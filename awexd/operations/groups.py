@@ -60,7 +60,7 @@ class Groups:
         job, worker = self._store.worker_of(call.session)
         if call.peer.uid != job.owner_uid:
             raise AccessDenied(f"{job.name}: only its owner's processes exchange weights with its trainer")
-        worker.exchanges = True
+        worker.exchanges = job.engines[worker.engine].exchanges = True
         self._store.touched.add(job.name)
         return Reply({})
 
@@ -79,6 +79,7 @@ class Groups:
             "fresh": exchange.fresh,
             "kept": list(job.exchanges.groups),
             "backend": exchange.group.backend,
+            "host": call.session.host or self._service.host,
             "index": [member.session for member in exchange.members].index(call.session.id),
             "writers": exchange.writers,
             "workers": [[worker.engine, worker.rank, worker.digest] for worker in workers],
@@ -98,13 +99,14 @@ class Groups:
             if arguments["attempt"] is None:
                 raise InvalidArgument("a writer names the attempt that it offers")
             place = "", writer.rank, writer.segment_digest
-            return Member(session.id, session.pid, *place, device, sums, arguments["attempt"])
+            return Member(session.id, session.pid, *place, device, sums, arguments["attempt"], node=session.node)
         job, worker = self._store.worker_of(session)
         lease = self._store.leases.get(arguments["lease"] or "")
         version = job.versions.get(lease.key) if lease is not None else None
         place = worker.engine, worker.rank, worker.digest
         attempt = version.attempt if version is not None else 0
-        return Member(session.id, session.pid, *place, device, sums, attempt, arguments["lease"] or "none")
+        lease_id = arguments["lease"] or "none"
+        return Member(session.id, session.pid, *place, device, sums, attempt, lease_id, session.node)
 
     def _manifests(self, call: Call) -> Reply:
         """Of the workers that take part."""

@@ -100,11 +100,14 @@ class Report:
             visible = call.peer.admin or call.peer.uid == session.uid
             if not visible:
                 continue
+            forward = self._service.forwards.get(session.id)
             row: dict[str, Any] = {
                 "session": session.id,
+                "node": session.node or None,
                 "pid": session.pid,
                 "uid": session.uid,
-                "job": role[0] if role else None,
+                "home": forward.node if forward else None,
+                "job": role[0] if role else forward.job if forward else None,
                 "role": "writer" if session.writer else "reader" if session.worker else "control",
                 "leases": len(session.leases),
             }

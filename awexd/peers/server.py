@@ -7,7 +7,7 @@ import contextlib
 import errno
 import logging
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from awexd.peers import greeting
 from awexd.peers.link import CHUNK, Link, accepted
@@ -16,7 +16,7 @@ from awexd.peers.rows import chunks
 from awexd.peers.settings import PeerSettings
 from awexd.peers.sums import Sum
 from awexd.peers.wire import FRAME_BYTES, NOTHING, SUM, Frame, Kind, decode, encode_error
-from awexd.tickets import Ticket
+from awexd.tickets import SESSION, Ticket
 from awexd_transports.base import Admission, Memory, Piece, Subject
 from awexd_transports.errors import AwexdError, IntegrityError, InvalidArgument, ProtocolError, VersionUnavailable
 from awexd_transports.ranges import Ranges
@@ -51,6 +51,8 @@ class TcpServer:
         self.refused = self.sent = 0
         self.unproven_tls: Callable[[str], None] = lambda text: None
         """Told of connections whose TLS fails."""
+        self.sessions: Callable[[Link, Ticket], Awaitable[None]] | None = None
+        """Serves clients' sessions that come from another node."""
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             self._listener = socket.create_server(found[0][4][:2], family=found[0][0], backlog=BACKLOG)
@@ -144,6 +146,10 @@ class TcpServer:
     async def _proven_connection(self, link: Link, ticket: Ticket) -> None:
         subject = Subject(ticket.job, ticket.epoch, ticket.step, ticket.attempt)
         stall = self._settings.stall
+        if self.sessions is not None and subject == Subject(ticket.job, *SESSION):
+            await link.send(greeting.ready(self.serves), stall)
+            await self.sessions(link, ticket)
+            return
         offer = self._offers.get(subject)
         if offer is None or self._proven >= self._settings.connections:
             why = f"{subject} is not served here" if offer is None else "too many connections"

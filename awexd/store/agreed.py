@@ -47,7 +47,7 @@ class Agreed:
         have: nodes that hold the version.
         ours: this node is one of them, by the answer to what it has told last.
         holds: leases here; those of a settled round are given until ``until``, when that is known.
-        cannot: why this node cannot have the version.
+        gone: why the version is none any more. ``cannot``: why this node cannot have it.
         tried: workers here whose update to it failed; ``failed``: those since this node took the round up (again).
     """
 
@@ -60,6 +60,7 @@ class Agreed:
     ours: bool = False
     holds: list[str] = field(default_factory=list)
     until: float | None = None
+    gone: str | None = None
     cannot: AwexdError | None = None
     tried: set[int] = field(default_factory=set)
     failed: set[int] = field(default_factory=set)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ class Member:
     Attributes:
         session: its own. ``engine``: "" for a writer.
         digest: of its manifest.
+        node: another one than this daemon's.
         device: UUID of the GPU that has all of its tensors; None: some are in host memory, or on several.
         sums: it wants checksums.
         attempt: that it takes part in. ``lease``: a worker's, on the version.
@@ -46,17 +47,19 @@ class Member:
     sums: bool
     attempt: int
     lease: str = ""
+    node: str = ""
 
     def __str__(self) -> str:
         role = f"rank {self.rank} of engine {self.engine}" if self.engine else f"writer rank {self.rank}"
-        return f"{role} (process {self.pid})"
+        return f"{role} (process {self.pid}{f' on node {self.node}' if self.node else ''})"
 
 
 @dataclass(slots=True)
 class Group:
     """Processes that are connected to each other, in the order of their numbers; ``id`` is secret to them.
 
-    ``addresses``: where they listen, by session; each is to be listening before any other connects.
+    ``backend``: ``"nccl"``, ``"sockets"`` of one node, or ``"tcp"``. ``addresses``: where they listen, by session; each
+    is to be listening before any other connects.
     """
 
     id: str
@@ -194,10 +197,12 @@ def _late(engine: Engine, version: Version, come: list[Member], leases: Mapping[
     return late | {f"rank {rank} of engine {engine.name} (not registered)": False for rank in engine.absent}
 
 
-def _backend(members: Iterable[Member]) -> str:
+def _backend(members: Collection[Member]) -> str:
     """NCCL takes a GPU once."""
     devices = [member.device for member in members]
-    return "nccl" if None not in devices and len({*devices}) == len(devices) else "sockets"
+    if None not in devices and len({*devices}) == len(devices):
+        return "nccl"
+    return "sockets" if len({member.node for member in members}) == 1 else "tcp"
 
 
 def review(job: Job, sessions: Collection[str], leases: Mapping[str, Lease]) -> None:

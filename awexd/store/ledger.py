@@ -19,13 +19,15 @@ from awexd_transports.layout import digest_of
 class Session:
     """One client's connection: what it registered, and what it was told to unmap.
 
-    ``parks``: jobs that it has parked memory for. ``ending``: the connection is gone; whether its process is too is
-    being found out.
+    ``node``, ``host``: of a client on another node: that, and where it can be reached. ``parks``: jobs that it has
+    parked memory for. ``ending``: the connection is gone; whether its process is too is being found out.
     """
 
     id: str
     pid: int
     uid: int
+    node: str = ""
+    host: str = ""
     writer: tuple[str, Writer] | None = None
     worker: tuple[str, Worker] | None = None
     parks: set[str] = field(default_factory=set)

@@ -347,6 +347,7 @@ class Engine:
         awaiting: sessions that drive its workers and wait for a version for them: their user, and until when.
         whole: all its workers have been on this node at once; unless others turn up elsewhere, it is this node's alone.
         spanning: what is known of its workers on other nodes, while not all are here.
+        exchanges: it takes versions that are exchanged: all its workers register here, wherever they are.
     """
 
     name: str
@@ -357,10 +358,16 @@ class Engine:
     awaiting: dict[str, tuple[int, float]] = field(default_factory=dict)
     whole: bool = False
     spanning: Spanning | None = None
+    exchanges: bool = False
 
     @property
     def absent(self) -> list[int]:
         return [rank for rank in range(self.world_size) if rank not in self.workers]
+
+    @property
+    def elsewhere(self) -> bool:
+        """Workers of it may be on other nodes, where they register."""
+        return bool(self.absent) and not self.exchanges
 
     def waits(self, worker: Worker, now: float) -> bool:
         """Whether the worker is in an update whose version is still to come: itself, or in whoever drives it."""

@@ -47,7 +47,8 @@ def register(job: Job, worker: Worker, world_size: int) -> None:
     worker.epoch = job.epoch
     worker.round = _round_to_join(engine, worker.rank)
     engine.workers[worker.rank] = worker
-    engine.whole = engine.whole or not engine.absent
+    elsewhere = engine.spanning is not None and engine.spanning.others  # as far as is known yet
+    engine.whole = engine.whole or not (engine.absent or elsewhere)
 
 
 def resume(engine: Engine, worker: Worker, updates: int) -> list[str]:
@@ -161,7 +162,7 @@ def awaited(job: Job, engine: Engine | None, step: int | None) -> Wait | None:
         return None
     if coming is not None and not job.held_of(job.epoch, step):
         return coming
-    over = step <= job.high or any(one.epoch not in (0, job.epoch) for one in workers)
+    over = step <= job.high or (job.epoch and any(one.epoch not in (0, job.epoch) for one in workers))
     if over or job.held_of(job.epoch, step):
         return None
     return _still_to_come(job, step)
@@ -181,8 +182,8 @@ def check_transport(job: Job, worker: Worker) -> None:
     named = f"rank {worker.rank} of engine {worker.engine}"
     if worker.exchanges and job.mirror is not None and job.mirror.nodes:
         raise VersionUnavailable(
-            f'{job.name}: its trainer is on another node, where transport="nccl" does not reach yet; '
-            f"pass another transport to {named} and to its WeightWriter"
+            f'{job.name}: its trainer is on another node, without transport="nccl"; pass that to its WeightWriter too, '
+            f"or not to {named}"
         )
     if modes and worker.exchanges != (modes == {"nccl"}):
         who, other = (named, "its WeightWriter") if worker.exchanges else ("its trainer", named)
@@ -341,6 +342,8 @@ def _trainer(job: Job) -> str:
 
 def _check_epoch(job: Job, worker: Worker) -> None:
     """Tells a worker once that its epoch is over; from then on it is in the new one."""
+    if not job.epoch:
+        return  # it came from another node, before its trainer did
     seen, worker.epoch = worker.epoch, job.epoch
     if seen and seen != job.epoch:
         error: EpochChanged = epoch_changed(job, seen)

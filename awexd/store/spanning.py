@@ -32,7 +32,8 @@ class Wanted(NamedTuple):
 def spans(engine: Engine) -> bool:
     """Whether its rounds are agreed on with other nodes, or may have to be: some workers never were here."""
     known = engine.spanning
-    return known is not None and bool(engine.absent) and (bool(known.others) or not engine.whole)
+    across = known is not None and bool(known.others or known.rounds or not engine.whole)
+    return across and bool(engine.absent)
 
 
 def choose(job: Job, engine: Engine, known: Spanning, worker: Worker, step: int | None) -> Wait | Version | Wanted:
@@ -178,7 +179,7 @@ class Spanned(Lending):
 
     def spanned(self, engine: Engine) -> Spanning | None:
         """What is known of its workers on other nodes; None where all that it ever had are here."""
-        if not (self.clustered and engine.absent):
+        if not (self.clustered and engine.elsewhere):
             return None
         if engine.spanning is None:
             engine.spanning = Spanning()
@@ -287,6 +288,7 @@ class Spanned(Lending):
             for party in told["parties"]
             if party["node"] != here
         }
+        engine.whole = engine.whole and not known.others  # also where a MetaServer started anew has yet to hear of them
         if told["completed"]:
             engine.completed = (told["completed"][0], told["completed"][1])
         self._hear_rounds(job, engine, known, here, told["rounds"])
@@ -298,17 +300,20 @@ class Spanned(Lending):
         self._end_leases(_through(engine, known))
         self.take_up(job, engine, now)
         if changed:
-            self.touched.add(job.name)
+            self._settle(job)  # a version may have been kept for a round that is none any more
 
     def take_up(self, job: Job, engine: Engine, now: float) -> None:
         """Holds the versions of the rounds that are agreed on, or has them brought here.
 
-        A settled round's for so long only: a worker that never comes must not keep its trainer waiting for ever.
+        A settled round's for so long only, and again once a worker asks for it: one that never comes must not keep its
+        trainer waiting for ever.
         """
         known = engine.spanning
+        asking = [one for one in engine.workers.values() if one.wish is not None and one.wish.until > now]
         for agreed in known.rounds.values() if known is not None else ():
             before: list[str] = []
-            if agreed.settled and agreed.until is None:
+            late = [one for one in asking if one.round == agreed.number and one.rank not in agreed.tried]
+            if agreed.settled and (agreed.until is None or (late and agreed.until <= now)):
                 agreed.until = now + HOLD_SECONDS
                 before, agreed.holds = agreed.holds, before
             version, until = _version(job, agreed), agreed.until or now + HOLD_SECONDS
@@ -323,13 +328,15 @@ class Spanned(Lending):
                     agreed.holds.append(self._lease(job, previous, "", until).id)
             self._end_leases(before)  # those after them are there
 
-    def leave_spanning(self, engine: Engine) -> None:
+    def leave_spanning(self, job: Job, engine: Engine) -> None:
         """All its workers are here now, or none is."""
         if engine.spanning is not None:
             self._end_leases(engine.spanning.leases())
-            engine.spanning = None
+            engine.spanning, engine.whole = None, not engine.absent
         for worker in engine.workers.values():
             self._unwish(worker)
+        if self.jobs.get(job.name) is job:
+            self._settle(job)
 
     # internals
 
@@ -350,6 +357,8 @@ class Spanned(Lending):
     @staticmethod
     def _why_not(job: Job, agreed: Agreed) -> AwexdError | None:
         """Why that version will not be here; None where it may come: then it is asked for."""
+        if agreed.gone is not None:
+            return VersionUnavailable(agreed.gone)
         if agreed.attempt in job.withdrawn:
             return VersionUnavailable(f"{_named(agreed.key)} was withdrawn")
         if agreed.key[0] < job.epoch:
@@ -380,6 +389,7 @@ class Spanned(Lending):
             key = (row["epoch"], row["step"])
             agreed = known.rounds.setdefault(number, Agreed(row["id"], number, key, row["attempt"]))
             agreed.settled, agreed.have, agreed.ours = row["settled"], tuple(row["have"]), here in row["have"]
+            agreed.gone = row["gone"]
             waiting = [w for w in engine.workers.values() if w.wish and w.wish.key and w.wish.number == number]
             if waiting and not agreed.ours and _given_up(engine, agreed):
                 agreed.failed.clear()  # it goes on elsewhere, and somebody here wants it after all

@@ -240,6 +240,7 @@ class Together:
         while True:
             try:
                 with contextlib.closing(connect_again(self._path, deadline.left())) as connection:
+                    self._follow(connection, deadline)
                     connection.call("read.await", asked, timeout=deadline.left())
                 return
             except DeadlineExceeded as error:
@@ -248,6 +249,10 @@ class Together:
             except DaemonUnavailable:
                 if not deadline.left():
                     raise
+
+    def _follow(self, connection: Connection, deadline: Deadline) -> None:
+        """Where this node's workers are known: their job may have its home on another."""
+        connection.call("session.home", {"job": self._job, "join": False}, timeout=max(1.0, deadline.left()))
 
     def _told_after(self, failure: Exception | None, deadline: Deadline) -> list[dict[str, Any]]:
         """Where the daemon does not know the workers, the engine's own error says why they are not there."""
@@ -260,6 +265,7 @@ class Together:
 
     def _told(self, deadline: Deadline) -> list[dict[str, Any]]:
         with contextlib.closing(Connection(self._path)) as connection:
+            self._follow(connection, deadline)
             arguments = {"job": self._job, "engine": self._engine}
             engine = connection.call("read.engine", arguments, timeout=max(1.0, deadline.left()))[0]
         workers: list[dict[str, Any]] = engine["workers"]

@@ -76,7 +76,13 @@ class Endpoint(ABC):
         self._closed = False
         self._forked = False
         self._manifests: dict[str, Manifest] = {}
-        self._connection = Connection(self._path, Deadline(timeout).seconds)
+        deadline = Deadline(timeout)
+        self._connection = Connection(self._path, deadline.seconds)
+        try:
+            self._go_home(deadline.left())
+        except BaseException:
+            self._connection.close()
+            raise
         _endpoints.add(self)
 
     def close(self) -> None:
@@ -249,10 +255,16 @@ class Endpoint(ABC):
         finally:
             self._registered_there.set()
 
+    def _go_home(self, timeout: float) -> None:
+        """What is exchanged is decided by one daemon: the session goes there."""
+        if self.exchanging:
+            self._connection.call("session.home", {"job": self.job, "join": True}, timeout=timeout)
+
     def _registered_on_new(self, deadline: Deadline) -> bool:
         """Connects and registers; False: that connection was lost too, and there is time for another."""
         self._connection = connect_again(self._path, deadline.left())
         try:
+            self._go_home(deadline.left())
             self._register_again(deadline.left())
             self._resume(deadline.left())
         except BaseException as error:

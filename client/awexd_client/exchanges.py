@@ -22,6 +22,7 @@ from awexd_transports.collective.base import Group, Guard, Lost
 from awexd_transports.collective.chunks import FORMAT
 from awexd_transports.collective.rings import DeviceRing, HostRing, Ring
 from awexd_transports.collective.sockets import SocketGroup
+from awexd_transports.collective.tcp import TcpGroup
 from awexd_transports.errors import AwexdError
 
 REASON_SECONDS = 1.0
@@ -41,6 +42,7 @@ class Joined:
     fresh: bool
     kept: list[str]
     backend: str
+    host: str
     index: int
     writers: int
     workers: list[tuple[str, int, str]]
@@ -215,6 +217,8 @@ class _Mover(threading.Thread):
 def _group_of(joined: Joined, device: int | None) -> Group:
     if joined.backend == "nccl" and device is not None:
         return nccl.NcclGroup(device, joined.index, joined.size)
+    if joined.backend == "tcp":
+        return TcpGroup(joined.group, joined.index, joined.size, joined.host)
     return SocketGroup(joined.group, joined.index, joined.size)
 
 

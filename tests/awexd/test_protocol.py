@@ -80,7 +80,7 @@ def test_operations_are_these() -> None:
         "read.sources read.register read.siblings read.resolve read.confirm read.release read.wait read.engine "
         "read.verified read.await "
         "phase.enter phase.leave park.begin park.open park.seal park.drop park.pin park.unpin "
-        "segment.open segment.closed segment.dropped segment.chunks goodbye "
+        "segment.open segment.closed segment.dropped segment.chunks session.home goodbye "
         "job.close job.grant status versions sessions manifests events "
         "drop rollback gc"
     )

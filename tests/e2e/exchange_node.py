@@ -39,6 +39,7 @@ STANDS = "result = [reader.state, reader.version, held.wrong({step})]"
 FAULT = """
 from awexd_transports.collective.nccl import NcclGroup
 from awexd_transports.collective.sockets import SocketGroup
+from awexd_transports.collective.tcp import TcpGroup
 left = [{after}]
 def {call}_of(group):
     whole = group.{call}
@@ -49,6 +50,7 @@ def {call}_of(group):
         return whole(self, *given)
     group.{call} = {call}
 {call}_of(SocketGroup)
+{call}_of(TcpGroup)
 {call}_of(NcclGroup)
 """
 """The process sends itself a signal when it begins its n-th message."""
@@ -60,7 +62,8 @@ class Crew:
 
     Args:
         ring: bytes; small ones make many messages of small tensors.
-        devices: of each process, writers first; those beyond the last have the first one's.
+        devices, sockets: of each process, writers first; those beyond the last have the first one's. Without
+            ``sockets`` all are of ``daemon``, which is the one that is asked.
     """
 
     def __init__(
@@ -74,12 +77,14 @@ class Crew:
         ring: int = 2048,
         job: str = "grpo",
         devices: Sequence[str] = ("cpu",),
+        sockets: Sequence[str] = (),
     ) -> None:
         self.daemon, self.fork = daemon, fork
         self._devices, self._first = devices, devices[0]
+        self._sockets = sockets or [daemon.socket]
         self.given = {"job": job, "socket": daemon.socket, "verify": verify, "ring": ring}
         self.writers = [fork() for _ in range(writers)]
-        sources = [self.writer(rank, writers, device=self._next_device()) for rank in range(writers)]
+        sources = [self.writer(rank, writers, **self._next_place()) for rank in range(writers)]
         together(self.writers, sources)
         self.engines: dict[str, list[Process]] = {}
         for size in engines:
@@ -94,12 +99,13 @@ class Crew:
 
     def add(self, engine: str, size: int) -> list[Process]:
         self.engines[engine] = workers = [self.fork() for _ in range(size)]
-        together(workers, [self.reader(engine, rank, size, device=self._next_device()) for rank in range(size)])
+        together(workers, [self.reader(engine, rank, size, **self._next_place()) for rank in range(size)])
         return workers
 
-    def _next_device(self) -> str:
+    def _next_place(self) -> dict[str, str]:
         device, *self._devices = self._devices or [self._first]
-        return device
+        socket, *self._sockets = self._sockets or [self.daemon.socket]
+        return {"device": device, "socket": socket}
 
     @property
     def workers(self) -> list[Process]:

@@ -159,7 +159,7 @@ class Node:
         """Computes what is told next; the exchange before it must be over."""
         engine = self.job.engines.get(ENGINE)
         if self.engine is not engine and self.engine is not None:
-            self.store.leave_spanning(self.engine)
+            self.store.leave_spanning(self.job, self.engine)
         self.engine = engine or self.engine
         if self.facts is not None or self.answer is not None or self.engine is None:
             return
@@ -193,6 +193,8 @@ class Node:
         answer, facts, self.answer, self.facts = self.answer, self.facts, None, None
         if answer is not None and facts is not None and self.engine is not None:
             self.store.hear(self.job, self.engine, self.name, answer, facts, self.cluster.now)
+            if not self.engine.elsewhere:
+                self.store.leave_spanning(self.job, self.engine)
         self._look()
 
     def _look(self) -> None:

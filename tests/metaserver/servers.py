@@ -223,7 +223,7 @@ def report(run: str = RUN, **more: Any) -> dict[str, Any]:
     """A report of a job of which the node has nothing; ``more`` replaces."""
     empty: dict[str, Any] = {"local": False, "epoch": 0, "world_size": 0, "keep": 0}
     lists: dict[str, Any] = {key: [] for key in ("ranks", "versions", "engines", "withdrawn", "waiting", "fetching")}
-    return {"run": run, **empty, **lists, "joined": False} | more
+    return {"run": run, **empty, **lists, "joined": False, "home": False} | more
 
 
 @lru_cache

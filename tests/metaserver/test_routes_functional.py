@@ -63,7 +63,7 @@ def test_every_route_answers_as_the_document_says(pair: Client) -> None:
     engine = {"engine": "e", "world_size": 1, "workers": [worker()]}
     held = {"epoch": 1, "step": 1, "attempt": attempt, "pieces": [[0, DIGEST, 100, False]], "parts": None, "whole": []}
     told = report(engines=[engine], versions=[held])
-    assert pair.call("report", told, node="n1", job=JOB) == {"refused": []}
+    assert pair.call("report", told, node="n1", job=JOB) == {"refused": [], "home": None}
     seen = pair.call("job", job=JOB)
     assert seen["engines"] == [{"node": "n1", **engine}]
     assert seen["pieces"][0]["holders"] == {"n0": [0], "n1": [0]}
@@ -74,6 +74,7 @@ def test_every_route_answers_as_the_document_says(pair: Client) -> None:
     where = {"node": "n1", "run": RUN, "epoch": 1, "step": 1}
     pair.call("ticket", where | {"source": None, "avoid": [], "ranks": [0], "parts": None}, job=JOB)
     agree_on(pair, attempt)
+    pair.call("home", {"node": "n0", "run": RUN}, job=JOB)
     pair.join(JOB, "n1", [1], 2, epoch=1)
     second = pair.begin(JOB, "n1", 1, 2, [1])
     pair.seal(JOB, "n1", 1, 2, second, [1])
@@ -273,6 +274,19 @@ def test_tickets_name_the_nodes_that_have_the_ranks_and_only_those_can_check_the
         with pytest.raises(Failed) as failure:
             pair.call("ticket", where | wrong, job=JOB)
         assert failure.value.status == 404
+
+
+def test_home_is_named_and_shown_and_told_by_its_node(pair: Client) -> None:
+    key = bytes.fromhex(pair.announce("n0", address="n0.cluster:7470")["key"])
+    own = pair.call("home", {"node": "n0", "run": RUN}, job=JOB)
+    assert (own["node"], own["address"], own["key"], own["ticket"]) == ("n0", None, None, None)
+    found = pair.call("home", {"node": "n1", "run": RUN}, job=JOB)
+    assert (found["node"], found["address"]) == ("n0", "n0.cluster:7470")
+    assert tickets.key_of(key, found["ticket"].encode()).hex() == found["key"]
+    assert pair.call("job", job=JOB)["home"] == "n0"
+    told = pair.call("report", report(home=True), node="n1", job="alice/other")
+    assert told == {"refused": [], "home": "n1"}
+    assert pair.call("report", report(home=True), node="n0", job="alice/other")["home"] == "n1"
 
 
 REFUSED: dict[str, tuple[Callable[[Client], Any], int, str]] = {

@@ -86,7 +86,7 @@ def test_wrong_token_is_refused_and_not_shown(guarded: MetaServer, header: str) 
 def test_guarded_server_serves_by_any_name_and_says_health_to_anyone(guarded: MetaServer) -> None:
     with Client(guarded, TOKENS["node"]) as client:
         client.announce("n0")
-        assert client.call("report", report(), node="n0", job="a/b") == {"refused": []}
+        assert client.call("report", report(), node="n0", job="a/b") == {"refused": [], "home": None}
     with Client(guarded) as client:
         assert client.call("healthz")["status"] == "ok"
         with pytest.raises(Failed) as failure:

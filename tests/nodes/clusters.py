@@ -54,14 +54,17 @@ class Cluster:
     def __getitem__(self, name: str) -> Daemon:
         return self.daemons[name]
 
-    def add(self, name: str, *more: str, wrapper: Sequence[str] = (), host: str = "127.0.0.1") -> Daemon:
+    def add(
+        self, name: str, *more: str, wrapper: Sequence[str] = (), host: str = "127.0.0.1", listen: bool = True
+    ) -> Daemon:
         folder = self.folder / name
         folder.mkdir()
         with socket.socket() as free:  # the same one after a restart: two of one name at different places are two nodes
             free.bind(("", 0))
             port = free.getsockname()[1]
         url = self.server.url if self.url is None else self.url
-        arguments = ("--metaserver", url, "--node", name, "--listen", f"{host}:{port}", *more)
+        served = ("--listen", f"{host}:{port}") if listen else ()
+        arguments = ("--metaserver", url, "--node", name, *served, *more)
         daemon = Daemon(folder, *arguments, wrapper=wrapper)
         self.daemons[name] = self._stack.enter_context(daemon)
         return daemon

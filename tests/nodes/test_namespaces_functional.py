@@ -9,12 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.workers.processes import Process
+from tests.attacks.raw import Raw
+from tests.e2e.exchange_node import Crew
+from tests.e2e.workers.processes import Process, RemoteError
 from tests.nodes.clusters import Cluster, Engine, Trainer, job_of, lasting, texts, until
 from tests.nodes.large import PUBLISH, UPDATE, on_its_way, reader_on, writer_on
 from tests.peers.hosts import Hosts, may
 
 Forks = Callable[[int], list[Process]]
+ENTER = """
+import ctypes
+with open("/run/netns/{name}") as there:
+    assert ctypes.CDLL(None).setns(there.fileno(), 0x40000000) == 0
+"""
+"""Of the network only (CLONE_NEWNET); Python 3.11 has no name for either."""
 pytestmark = pytest.mark.skipif(not may(), reason="needs root and network namespaces: run as root")
 
 
@@ -143,3 +151,37 @@ def test_link_that_loses_and_delays_costs_time_and_nothing_else(
         trainer.finish()
         lasting(3)
     assert engine.finish() == [1, [1]]
+
+
+@pytest.mark.parametrize("hosts", [3], indirect=True)
+def test_weights_are_exchanged_between_processes_of_several_hosts(
+    hosts: Hosts, cluster: Cluster, fork: Callable[[], Process]
+) -> None:
+    """Writers on two of them, an engine on two; a link that is cut in the middle frees the others."""
+    places = [0, 1, 1, 2]
+    left = iter(places)
+
+    def fork_there() -> Process:
+        process = fork()
+        process.do(ENTER.format(name=hosts.names[next(left)]))
+        return process
+
+    sockets = [cluster[f"n{place}"].socket for place in places]
+    with Raw(sockets[0]) as first:
+        assert first.call("session.home", job="there", join=True) == {"node": None}
+    crew = Crew(cluster["n0"], fork_there, 2, [2], job="there", sockets=sockets)
+    for step in range(1, 4):
+        crew.hand_over(step)
+    crew.start(4, 10.0)
+    hosts.cut(1)
+    raised = []
+    for process in [*crew.writers, *crew.workers]:
+        try:
+            process.finish()
+        except RemoteError as error:
+            raised.append(error.kind)
+    assert set(raised) <= {"VersionUnavailable", "DeadlineExceeded", "VersionConflict", "EpochChanged"}
+    hosts.join(1)
+    crew.recover(5)
+    crew.hand_over(6)
+    crew.close()

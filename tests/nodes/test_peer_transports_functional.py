@@ -14,7 +14,8 @@ import pytest
 
 from awexd.rdma.available import UCX_TLS, devices, module
 from tests.daemons import Daemon
-from tests.e2e.workers.processes import Process
+from tests.e2e.exchange_node import Crew
+from tests.e2e.workers.processes import Process, RemoteError
 from tests.nodes.clusters import Cluster, Engine, Trainer, job_of, texts, until
 from tests.peers.certificates import made, needs_openssl
 
@@ -124,6 +125,17 @@ def test_daemons_with_certificates_serve_each_other_and_nobody_else(folder: Path
             assert until(cluster[name], lambda status: job_of(status, "j"))
             assert job_of(cluster[name].ask("status"), "j")["held"] == []
         assert any("TLS failed" in text for text in texts(cluster["a"], "refused"))
+
+        def fork() -> Process:
+            return forks(1)[0]
+
+        crew = Crew(cluster["a"], fork, 1, [1], sockets=[cluster["a"].socket, cluster["b"].socket])
+        crew.hand_over(1)
+        with pytest.raises(RemoteError, match=r"home of its exchanges: .*TLS failed") as caught:
+            fork().do(
+                crew.reader("e1", 0, 1, socket=cluster["c"].socket).replace("ring_bytes", "timeout=1, ring_bytes")
+            )
+        assert caught.value.kind == "DeadlineExceeded"
 
 
 @needs_openssl

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import queue
+import secrets
+import socket
+import subprocess
+import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,12 +23,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from awexd_transports.collective.base import Guard, Lost, Wait
+from awexd_transports.collective.base import Group, Guard, Lost, Wait
 from awexd_transports.collective.chunks import TAIL, Chunk, chunks
 from awexd_transports.collective.flow import Flow, Load
 from awexd_transports.collective.rings import SLOTS, HostRing, room_of
 from awexd_transports.collective.rounds import readers_of, writers_of
 from awexd_transports.collective.sockets import SocketGroup
+from awexd_transports.collective.tcp import HELLO, NONCE_BYTES, UNPROVEN, TcpGroup
 from awexd_transports.errors import InvalidArgument, ManifestMismatch
 from awexd_transports.layout import ALIGNMENT
 from awexd_transports.view import View
@@ -153,12 +162,41 @@ def test_what_is_only_compared_is_named_where_it_differs_and_not_changed() -> No
     assert to[321] == -1
 
 
-def _connected(size: int) -> list[SocketGroup]:
-    groups = [SocketGroup("a key", rank, size) for rank in range(size)]
-    addresses = [group.bind() for group in groups]
-    raised = _together([lambda group=group: group.connect(addresses, 20.0) for group in groups])
-    assert raised == [None] * size
-    return groups
+Make = Callable[[str, int, int], Group]
+KEY = secrets.token_hex(32)
+
+
+def _tcp(key: str, rank: int, size: int) -> TcpGroup:
+    return TcpGroup(key, rank, size, "127.0.0.1")
+
+
+both = pytest.mark.parametrize("make", [SocketGroup, _tcp])
+
+
+def _bytes(count: int, value: int = 0) -> torch.Tensor:
+    return torch.full((count,), value, dtype=torch.uint8)
+
+
+@contextmanager
+def _groups(make: Make, size: int) -> Iterator[tuple[list[Group], list[str]]]:
+    """All listening; closed in the end."""
+    groups = [make(KEY, rank, size) for rank in range(size)]
+    try:
+        yield groups, [group.bind() for group in groups]
+    finally:
+        for group in groups:
+            group.close()
+
+
+@contextmanager
+def _connected(make: Make, size: int) -> Iterator[list[Group]]:
+    with _groups(make, size) as (groups, addresses):
+        assert _connect(groups, addresses) == [None] * size
+        yield groups
+
+
+def _connect(groups: Sequence[Group], addresses: Sequence[str], seconds: float = 20.0) -> list[BaseException | None]:
+    return _together([lambda group=group: group.connect(addresses, seconds) for group in groups])
 
 
 def _together(calls: list[Any]) -> list[BaseException | None]:
@@ -179,48 +217,263 @@ def _together(calls: list[Any]) -> list[BaseException | None]:
     return raised
 
 
-def test_group_of_sockets_sends_in_order_and_closes() -> None:
-    groups = _connected(3)
-    got = [torch.zeros(1000, dtype=torch.uint8) for _ in range(4)]
-    waits = [groups[2].receive(1, memory, None, 10.0) for memory in got]
-    sent = [groups[1].send(2, torch.full((1000,), n, dtype=torch.uint8), None, 10.0) for n in range(4)]
-    for wait in [*sent, *waits]:
-        wait()
+def _aborted(groups: Sequence[Group], calls: list[Any]) -> None:
+    """Each of these calls waits until its group is aborted, and is told so at once."""
+    timers = [threading.Timer(0.2, group.abort) for group in groups]
+    started = time.monotonic()
+    for timer in timers:
+        timer.start()
+    raised = _together(calls)
+    assert time.monotonic() - started < 10
+    assert [str(error) for error in raised] == ["this exchange was given up"] * len(calls)
+    assert {type(error) for error in raised} == {Lost}
+    for timer in timers:
+        timer.join()
+
+
+@both
+def test_group_sends_in_order_and_closes(make: Make) -> None:
+    got = [_bytes(1000) for _ in range(4)]
+    with _connected(make, 3) as groups:
+        waits = [groups[2].receive(1, memory, None, 10.0) for memory in got]
+        sent = [groups[1].send(2, _bytes(1000, n), None, 10.0) for n in range(4)]
+        for wait in [*sent, *waits]:
+            wait()
     assert [int(memory[-1]) for memory in got] == [0, 1, 2, 3]
-    for group in groups:
-        group.close()
     with pytest.raises(Lost):
         groups[0].send(1, got[0], None, 1.0)
 
 
-def test_abort_frees_whoever_waits_in_a_group_of_sockets() -> None:
-    groups = _connected(3)
-    memory = torch.zeros(8, dtype=torch.uint8)
-    timers = [threading.Timer(0.2, groups[rank].abort) for rank in (0, 1)]
-    for timer in timers:
-        timer.start()
-    raised = _together([groups[rank].receive(2, memory.clone(), None, 60.0) for rank in (0, 1)])
-    assert [type(error) for error in raised] == [Lost, Lost]
-    for timer in timers:
-        timer.join()
-    for group in groups:
-        group.close()
+@both
+def test_abort_frees_whoever_receives(make: Make) -> None:
+    with _connected(make, 3) as groups:
+        _aborted(groups[:2], [groups[rank].receive(2, _bytes(8), None, 60.0) for rank in (0, 1)])
 
 
-def test_abort_frees_whoever_connects_a_group_of_sockets() -> None:
-    group = SocketGroup("another key", 0, 2)
-    addresses = [group.bind(), ""]
-    timer = threading.Timer(0.2, group.abort)
-    timer.start()
-    (raised,) = _together([lambda: group.connect(addresses, 60.0)])
-    assert isinstance(raised, Lost)
-    timer.join()
+@both
+def test_abort_frees_whoever_sends(make: Make) -> None:
+    with _connected(make, 2) as groups:
+        _aborted(groups[:1], [groups[0].send(1, _bytes(256 << 20), None, 60.0)])
+
+
+@both
+def test_abort_frees_whoever_waits_for_higher_ranks(make: Make) -> None:
+    with _groups(make, 2) as (groups, addresses):
+        _aborted(groups[:1], [lambda: groups[0].connect(addresses, 60.0)])
+        with pytest.raises(Lost, match="given up"):
+            groups[0].connect(addresses, 60.0)
+
+
+@both
+def test_group_of_which_not_all_come_says_so_in_time(make: Make) -> None:
+    with _groups(make, 2) as (groups, addresses), pytest.raises(Lost, match="to connect"):
+        groups[0].connect(addresses, 0.3)
+
+
+@both
+def test_receiving_ends_in_time(make: Make) -> None:
+    with _connected(make, 2) as groups, pytest.raises(Lost, match="with member 1: timed out"):
+        groups[0].receive(1, _bytes(8), None, 0.3)()
+
+
+MEMBER = """
+import sys, torch
+from awexd_transports.collective.sockets import SocketGroup
+from awexd_transports.collective.tcp import TcpGroup
+key, where, count = sys.argv[1:]
+group = SocketGroup(key, 1, 2) if where == "unix" else TcpGroup(key, 1, 2, where)
+address = group.bind()
+print(address, flush=True)
+group.connect([input(), address], 60.0)
+memory = torch.zeros(int(count), dtype=torch.uint8)
+group.receive(0, memory, None, 60.0)()
+group.send(0, memory.bitwise_not(), None, 60.0)()
+input()
+"""
+
+
+@both
+def test_processes_exchange_every_bit_and_a_killed_one_is_noticed(make: Make) -> None:
+    sent = torch.frombuffer(bytearray(os.urandom((8 << 20) + 3)), dtype=torch.uint8)
+    got = torch.zeros_like(sent)
+    where = "unix" if make is SocketGroup else "127.0.0.1"
+    command = [sys.executable, "-c", MEMBER, KEY, where, str(sent.numel())]
+    group = make(KEY, 0, 2)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        address = group.bind()
+        other.stdin.write(address + "\n")
+        other.stdin.flush()
+        group.connect([address, other.stdout.readline().strip()], 60.0)
+        group.send(1, sent, None, 60.0)()
+        group.receive(1, got, None, 60.0)()
+        assert torch.equal(got, sent.bitwise_not())
+        wait = group.receive(1, got, None, 60.0)
+        other.kill()
+        with pytest.raises(Lost, match="with member 1"):
+            wait()
     group.close()
 
 
-def test_group_of_sockets_of_which_not_all_come_says_so_in_time() -> None:
-    group = SocketGroup("a third key", 0, 2)
-    addresses = [group.bind(), ""]
-    with pytest.raises(Lost, match="to connect"):
-        group.connect(addresses, 0.3)
-    group.close()
+def _at(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)
+
+
+@contextmanager
+def _strangers(address: str, said: Sequence[bytes]) -> Iterator[list[socket.socket]]:
+    """Connections that were made before any member's; each says this."""
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(socket.create_connection(_at(address), 10.0)) for _ in said]
+        for one, words in zip(strangers, said, strict=True):
+            one.sendall(words)
+        yield strangers
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        pytest.param([b""] * (UNPROVEN + 2), id="silent"),
+        pytest.param([b"GET / HTTP/1.1\r\n"], id="short"),
+        pytest.param([HELLO.pack(1, bytes(NONCE_BYTES), bytes(32)), bytes(100_000)], id="wrong"),
+    ],
+)
+def test_strangers_are_dropped_and_members_get_in(said: list[bytes]) -> None:
+    with _groups(_tcp, 2) as (groups, addresses), _strangers(addresses[0], said) as strangers:
+        assert _connect(groups, addresses) == [None, None]
+        for one in strangers:
+            with contextlib.suppress(ConnectionResetError):
+                assert len(one.recv(NONCE_BYTES, socket.MSG_WAITALL)) in (0, NONCE_BYTES)
+                assert one.recv(1) == b""
+
+
+def test_member_with_another_key_is_a_stranger() -> None:
+    other = _tcp("another key", 1, 2)
+    with _groups(_tcp, 2) as (groups, addresses):
+        other.bind()
+        raised = _connect([groups[0], other], addresses, 1.0)
+        assert "member 1" in str(raised[0])
+        assert f"member 0 at '{addresses[0]}'" in str(raised[1])
+        assert {type(error) for error in raised} == {Lost}
+    other.close()
+
+
+def test_whoever_accepts_without_the_key_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, _groups(_tcp, 2) as (groups, _):
+
+        def answer() -> None:
+            one, _ = listener.accept()
+            with one:
+                one.sendall(bytes(NONCE_BYTES))
+                one.recv(HELLO.size, socket.MSG_WAITALL)
+                one.sendall(bytes(32))
+
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        raised = _together([lambda: groups[1].connect([address, ""], 10.0), answer])
+    assert isinstance(raised[0], Lost)
+    assert "does not know the group's key" in str(raised[0])
+
+
+class Wire:
+    """Between a member that connects here and the one at ``address``: what they say, each way."""
+
+    def __init__(self, address: str) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._target = address
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.said = [b"", b""]
+
+    def carry(self) -> None:
+        """Until the connecting side and the other have closed."""
+        one, _ = self._listener.accept()
+        self._listener.close()
+        with one, socket.create_connection(_at(self._target)) as other:
+            assert _together([lambda: self._pass(0, one, other), lambda: self._pass(1, other, one)]) == [None, None]
+
+    def _pass(self, way: int, of: socket.socket, to: socket.socket) -> None:
+        while data := of.recv(1 << 16):
+            self.said[way] += data
+            to.sendall(data)
+        to.shutdown(socket.SHUT_WR)
+
+
+def test_key_is_not_on_the_wire_and_what_is_there_does_not_let_in_again() -> None:
+    def meet() -> None:
+        assert _connect(groups, [wire.address, ""]) == [None, None]
+        for group in groups:
+            group.close()
+
+    with _groups(_tcp, 2) as (groups, addresses):
+        wire = Wire(addresses[0])
+        assert _together([wire.carry, meet]) == [None, None]
+    assert [len(said) for said in wire.said] == [HELLO.size, NONCE_BYTES + 32]
+    for said in wire.said:
+        assert KEY.encode() not in said
+        assert bytes.fromhex(KEY) not in said
+    with _groups(_tcp, 2) as (groups, addresses), _strangers(addresses[0], wire.said[:1]) as (again,):
+        assert _connect(groups, addresses) == [None, None]
+        assert again.recv(NONCE_BYTES, socket.MSG_WAITALL) != wire.said[1][:NONCE_BYTES]
+        assert again.recv(1) == b""
+
+
+def test_member_whose_number_is_not_of_the_group_ends_it() -> None:
+    other = _tcp(KEY, 2, 3)
+    with _groups(_tcp, 2) as (groups, addresses):
+        other.bind()
+        raised = _connect([groups[0], other], [addresses[0], addresses[0]])
+        assert str(raised[0]) == "a member that says that it is number 2"
+        assert isinstance(raised[1], Lost)
+    other.close()
+
+
+@pytest.mark.parametrize("waits", ["for a proof", "for the kernel", "for a name"])
+def test_abort_frees_whoever_connects(waits: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    freed = threading.Event()
+    if waits == "for a name":
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [freed.wait(30)][1:])
+    with _groups(_tcp, 2) as (groups, _), contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(2 if waits == "for the kernel" else 0):  # a full queue: the next SYN gets no answer
+            one = stack.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex(listener.getsockname())
+        _aborted(groups[1:], [lambda: groups[1].connect([f"127.0.0.1:{listener.getsockname()[1]}", ""], 60.0)])
+    freed.set()
+
+
+def test_every_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    with _groups(_tcp, 2) as (groups, addresses), socket.create_server(("127.0.0.1", 0)) as silent:
+        found = [silent.getsockname(), ("127.0.0.1", 1), _at(addresses[0])]
+        family = (socket.AF_INET, socket.SOCK_STREAM, 0, "")
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(*family, where) for where in found])
+        assert _connect(groups, ["several:1", ""], 3.0) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("127.0.0.1:1", "Connection refused"),
+        ("127.0.0.1:70000", "no such port"),
+        ("127.0.0.1", "invalid literal"),
+        ("a..b:1", "encoding"),
+    ],
+)
+def test_address_at_which_nobody_is_named(address: str, why: str) -> None:
+    with _groups(_tcp, 2) as (groups, _), pytest.raises(Lost, match=f"member 0 at '{address}': .*{why}"):
+        groups[1].connect([address, ""], 10.0)
+
+
+def test_group_by_addresses_of_ipv6() -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"needs IPv6 on the loopback interface: {error}")
+    with _groups(lambda key, rank, size: TcpGroup(key, rank, size, "::1"), 2) as (groups, addresses):
+        assert all(address.startswith("[::1]:") for address in addresses)
+        assert _connect(groups, addresses) == [None, None]
+
+
+def test_group_without_a_key_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="key"):
+        _tcp("", 0, 2)
