@@ -25,7 +25,7 @@ from awexd.peers.messages import Messages
 from awexd.peers.settings import PeerSettings
 from awexd.peers.tcp import greeted
 from awexd.peers.wire import encode_greeting
-from awexd.protocol import FORWARDED, Message, check_hello, close_descriptors, hello
+from awexd.protocol import FORWARDED, Message, check_hello, close_descriptors, encode, hello
 from awexd.service import Call, Reply, Service, late
 from awexd.store import Wait
 from awexd.tickets import SESSION, Ticket
@@ -192,7 +192,12 @@ class Homes:
 
     async def admit(self, link: Link, ticket: Ticket) -> None:
         """Serves a session of another node until it ends."""
-        peer, host = _introduced(await hear(link, self._settings.stall))
+        try:
+            peer, host = introduced(await hear(link, self._settings.stall))
+        except AwexdError as error:
+            await link.send(encode(_bye(error)), self._settings.stall)
+            await link.close()
+            raise
         channel = Remote(Messages(link, self._settings.stall), peer, ticket.job, ticket.target, host)
         async with asyncio.TaskGroup() as group:
             running = group.create_task(channel.run())
@@ -268,7 +273,7 @@ class Forwarded:
         if not self._closed:
             self._closed = True
             if self._greeted.done():
-                self._say({"bye": {"code": DaemonUnavailable.code, "reason": why}}, [])
+                self._say(_bye(DaemonUnavailable(why)), [])
             else:
                 self._greeted.set_exception(DaemonUnavailable(why))
                 self._greeted.exception()  # nobody may be left to await it
@@ -352,6 +357,9 @@ class Remote:
 
     def close(self) -> None:
         self._end("the connection was closed")
+        for _, fds in self._early:
+            close_descriptors(fds)
+        self._early.clear()
 
     def _arrived(self, message: Message, fds: list[int]) -> None:
         if self._take is None:
@@ -376,7 +384,7 @@ class Remote:
         self._over.set()
 
 
-def _introduced(client: Message) -> tuple[Peer, str]:
+def introduced(client: Message) -> tuple[Peer, str]:
     """A process of another node by the user of its name here, and where it can be reached.
 
     Raises:
@@ -393,3 +401,7 @@ def _introduced(client: Message) -> tuple[Peer, str]:
     with contextlib.suppress(KeyError):
         gid = pwd.getpwuid(uid).pw_gid
     return Peer(pid, uid, gid), host
+
+
+def _bye(error: AwexdError) -> Message:
+    return {"bye": {"code": error.code, "reason": error.message}}

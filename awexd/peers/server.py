@@ -146,21 +146,23 @@ class TcpServer:
     async def _proven_connection(self, link: Link, ticket: Ticket) -> None:
         subject = Subject(ticket.job, ticket.epoch, ticket.step, ticket.attempt)
         stall = self._settings.stall
-        if self.sessions is not None and subject == Subject(ticket.job, *SESSION):
-            await link.send(greeting.ready(self.serves), stall)
-            await self.sessions(link, ticket)
-            return
+        sessions = self.sessions if subject == Subject(ticket.job, *SESSION) else None
         offer = self._offers.get(subject)
-        if offer is None or self._proven >= self._settings.connections:
-            why = f"{subject} is not served here" if offer is None else "too many connections"
+        unserved = offer is None and sessions is None
+        if unserved or self._proven >= self._settings.connections:
+            why = f"{subject} is not served here" if unserved else "too many connections"
             await link.send(greeting.refusal(VersionUnavailable(why)), stall)
             await link.close()
             return
         self._proven += 1
         try:
-            with offer.user(link):
+            if sessions is not None:
                 await link.send(greeting.ready(self.serves), stall)
-                await self._serve(link, offer)
+                await sessions(link, ticket)
+            elif offer is not None:
+                with offer.user(link):
+                    await link.send(greeting.ready(self.serves), stall)
+                    await self._serve(link, offer)
         finally:
             self._proven -= 1
 
