@@ -241,6 +241,7 @@ class Forwarded:
     async def run(self) -> None:
         try:
             await self._messages.run(self._take)
+            self.fail(f"the daemon of node {self.node}, the home of {self.job}, takes no more messages")
         except (ConnectionError, TimeoutError, AwexdError) as error:
             self.fail(f"the daemon of node {self.node}, the home of {self.job}: {error}")
         finally:
