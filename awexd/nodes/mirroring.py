@@ -44,6 +44,8 @@ RUN_SECONDS = 3600.0
 """For one source; a silent one is given up long before, by the transport's own watchdogs."""
 BACKOFF_SECONDS = (0.05, 2.0)
 UNSERVED_SECONDS = 5.0
+YET_SECONDS = 1.0
+"""In which a node that has ranks of a version may hear, later than this one, that it is committed."""
 ALLOCATION_SECONDS = 600.0
 PEERS = PeerSettings(retries=0)
 """Another source, or another ticket, is what a failure is answered with here."""
@@ -369,7 +371,8 @@ class Bringing:
         names = [name for name in self.sources if name in failed] or list(self.sources)
         where = f"node {', '.join(names)}" if names else "nodes that serve it"
         self.phase = f"{where}, after a failure: {error}"
-        if names and where not in self._told:
+        yet = isinstance(error, VersionUnavailable) and time.monotonic() - self._began < YET_SECONDS
+        if names and where not in self._told and not yet:
             self._told.add(where)
             text = f"{_named(self._key)} from {where}: {error}"
             self._means.service.note("failed", self._job.name, text, logging.WARNING)
