@@ -451,7 +451,9 @@ class State:
             DaemonUnavailable: it may be one that has not told of itself since this process was started.
             VersionUnavailable: it serves no other nodes.
         """
-        job = self._job(job_name, self.node(name, run))
+        node, job = self.node(name, run), self.jobs.get(job_name)
+        if job is None or job.home in (None, name):  # another node may never have anything of it to forget
+            job = self._job(job_name, node)
         if job.home is None and job_name in self._restored and now < self._since + self.ttl:
             raise DaemonUnavailable(
                 f"{job_name}: the MetaServer was just started, and the node where exchanges are decided may not have "

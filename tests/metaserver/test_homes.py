@@ -22,6 +22,7 @@ def test_home_is_who_asks_first_and_others_get_leave_to_forward_sessions_there()
         assert (ticket.source, ticket.target, ticket.expires) == ("n1", node, 160_000)
         assert grant.key == key_of(cluster.state.nodes["n1"].key, ticket.encode())
     assert [note.kind for note in cluster.state.notes].count("home") == 1
+    assert [JOB in cluster.state.nodes[node].jobs for node in ("n0", "n1", "n2")] == [False, True, False]
     with pytest.raises(VersionUnavailable):
         cluster.state.home("n9", "r1", JOB, 100.0)
 
