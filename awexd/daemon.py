@@ -38,12 +38,12 @@ from awexd.operations.phasing import Phasing
 from awexd.operations.relay import Relay
 from awexd.operations.report import Report
 from awexd.operations.trainers import Trainers
-from awexd.protocol import Message, check_hello, hello
+from awexd.protocol import Message, bye, check_hello, hello
 from awexd.service import Service
 from awexd.store import Store
 from awexd.store.ledger import Session
 from awexd.systemd import Notifier, inherited_socket, keep_watchdog, watchdog_interval
-from awexd_transports.errors import AccessDenied, AwexdError, InvalidArgument, ProtocolError
+from awexd_transports.errors import AccessDenied, AwexdError, DeadlineExceeded, InvalidArgument, ProtocolError
 
 if TYPE_CHECKING:
     from awexd.nodes.among import Cluster
@@ -214,7 +214,7 @@ class Daemon:
     def _expel(self, session: str, why: AwexdError) -> None:
         """Ends a session; its client may come again."""
         if client := self._clients.get(session):
-            client.send({"bye": {"code": why.code, "reason": why.message}})
+            client.send(bye(why))
 
     async def _session(self, channel: Client) -> None:
         peer = channel.peer
@@ -228,8 +228,7 @@ class Daemon:
         except* (AwexdError, TimeoutError) as failed:
             error = failed.exceptions[0]
             _log.info("session %s (process %d, uid %d) refused: %s", session.id, peer.pid, peer.uid, error)
-            code = error.code if isinstance(error, AwexdError) else "deadline_exceeded"
-            channel.send({"bye": {"code": code, "reason": str(error) or "no hello in time"}})
+            channel.send(bye(error if isinstance(error, AwexdError) else DeadlineExceeded("no hello in time")))
         except* Exception:  # noqa: BLE001 - a fault of ours ends this session, never the daemon
             _log.exception("session %s (process %d, uid %d) failed", session.id, peer.pid, peer.uid)
         finally:

@@ -179,6 +179,11 @@ def error_reply(request_id: int, error: AwexdError) -> Message:
     return {"id": request_id, "error": body}
 
 
+def bye(error: AwexdError) -> Message:
+    """The last message of a session that is ended for that."""
+    return {"bye": {"code": error.code, "reason": error.message}}
+
+
 Check = Callable[[Any], bool]
 
 _DIGEST = re.compile("[0-9a-f]{64}")

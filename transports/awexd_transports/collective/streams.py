@@ -10,6 +10,7 @@ import contextlib
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class StreamGroup:
+class StreamGroup(ABC):
     """All of ``base.Group`` but how its members find each other.
 
     Args:
@@ -61,9 +62,9 @@ class StreamGroup:
         for one in self._peers.values():
             one.close()
 
+    @abstractmethod
     def _wake(self) -> None:
         """Frees whoever connects, beyond the connections that are kept; never raises."""
-        raise NotImplementedError
 
     def _kept(self, one: socket.socket, rank: int | None = None) -> socket.socket:
         """From here on ``abort`` ends it."""

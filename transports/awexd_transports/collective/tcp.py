@@ -43,7 +43,7 @@ No TCP_USER_TIMEOUT: Linux counts by it also how long a live peer reads nothing,
 sizes of buffers: a fixed one is limited by ``net.core.rmem_max``, often far below what the kernel's tuning reaches.
 """
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 _RANKS = struct.Struct("<2I")
 
 
@@ -193,7 +193,7 @@ class TcpGroup(StreamGroup):
             self._admits(rank)
             one.send(self._proof("accepts", rank, self._rank, theirs, own))  # so few fit, and nobody comes between
         except OSError as error:
-            logger.info("a connection from %s to member %d was dropped: %s", where, self._rank, error)
+            _log.info("a connection from %s to member %d was dropped: %s", where, self._rank, error)
         else:
             self._arrived(rank, one)
 

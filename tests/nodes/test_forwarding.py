@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from awexd.nodes.homes import introduced
+from awexd.nodes.forwarding import introduced
 from awexd_transports.errors import AccessDenied, ProtocolError
 
 ME = pwd.getpwuid(os.getuid())
