@@ -348,6 +348,8 @@ OPERATIONS: dict[str, dict[str, Check]] = {
     },
     "read.siblings": {},
     "read.resolve": {"step": _optional(_STEP), "lease_ms": _whole(1, MAX_DEADLINE_MS), "stage": _boolean},
+    "read.arriving": {"step": _optional(_STEP), "arrival": _optional(_STEP), "landed": _STEP},
+    "read.arrived": {"arrival": _STEP},
     "read.confirm": {"lease": _text, "nbytes": _STEP, "stage_us": _STEP, "pause_us": _STEP},
     "read.release": {"lease": _optional(_text), "dirty": _boolean, "error": _optional(_failure)},
     "read.wait": {"step": _STEP},

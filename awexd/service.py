@@ -273,6 +273,9 @@ class Service:
                 return job.segments[segment_id], False
         if session.worker and segment_id in self.store.leased_segments(session):
             return self.leased(session, segment_id), False
+        for segment in self.store.arriving_segments(session):
+            if segment.id == segment_id:
+                return segment, False
         raise AccessDenied(f"segment {segment_id}: neither written nor leased by this session")
 
     def leased(self, session: Session, segment_id: str) -> Segment:

@@ -507,7 +507,8 @@ class State:
         if version is not None:
             has = self._serving(version, name, sources.before(version, name, parts), parts)
             has = {node: held for node, held in has.items() if source in (None, node) and node not in avoid}
-            found = sources.choose(version, has, wanted, lambda node: self.nodes[node].tickets)
+            writers = {rank: member.node for rank, member in job.members.items()}
+            found = sources.choose(version, has, wanted, lambda node: self.nodes[node].tickets, writers)
         if version is None or not found:
             who = f"node {source} does not serve" if source else "no other nodes serve"
             what = "" if ranks is None else f"{describe_ranks(wanted)} of "

@@ -5,6 +5,7 @@ What is here is not written again: whoever reads that goes on.
 
 from __future__ import annotations
 
+from awexd.nodes.landing import Landing
 from awexd.nodes.mirroring import Bringing, Means, rows_of
 from awexd.store import Version
 from awexd.store.model import Job, Listing, Mirror, Part, VersionKey
@@ -50,7 +51,8 @@ class Extending(Bringing):
                 memories[segment.rank] = means.mapped.use(segment)
                 self._segments[segment.rank] = segment
             tables = self._tables(here) if here is not None else {}
-            await self._all({rank: need for rank, need in missing.items() if rank in memories}, memories, tables, None)
+            wanted = {rank: need for rank, need in missing.items() if rank in memories}
+            await self._all(wanted, memories, tables, Landing(None, None, means.service.changes))
             self._check_wanted(whole=True)
             self._fetched(f"{version} extended")
             self._wanted += self._before.nbytes

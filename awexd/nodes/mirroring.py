@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from awexd.adoption import header_of
 from awexd.nodes.announcing import Announcer
+from awexd.nodes.landing import Landing
 from awexd.nodes.mapped import Mapped
 from awexd.nodes.metaclient import MetaClient
 from awexd.nodes.needs import Planner, Published
@@ -20,11 +21,11 @@ from awexd.nodes.routes import Routes
 from awexd.nodes.serving import Serving
 from awexd.peers.cells import Cells
 from awexd.peers.fetcher import Fetcher
-from awexd.peers.offers import Offered
 from awexd.peers.settings import PeerSettings
 from awexd.peers.threads import in_thread
 from awexd.service import Service
 from awexd.store import Segment, Version, Wait
+from awexd.store.arriving import Arrival
 from awexd.store.model import Job, Listing, Mirror, Part, VersionKey
 from awexd_transports.base import Memory, Piece, Source, Subject
 from awexd_transports.errors import (
@@ -251,17 +252,32 @@ class Bringing:
         if means.serving is not None:
             offer = means.serving.begin(self._job, self._subject, ranks)
         version: Version | None = None
+        arrival = self._arrive(needs)
         try:
             wanted = {rank: need for rank, need in needs.ranks.items() if rank in self._segments}
-            await self._all(wanted, memories, {}, offer)
+            await self._all(wanted, memories, {}, Landing(offer, arrival, means.service.changes))
             self._check_wanted(whole=True)
             version = self._commit(self._part(needs))
             if offer is not None and means.serving is not None:
                 means.serving.keep(self._job, version, offer)
             means.service.settle()
         finally:
+            if arrival is not None:
+                until = time.monotonic() + means.service.settings.lease_ttl
+                self._store.arrived(self._job, arrival, version, until)
+                means.service.settle()
             if version is None and offer is not None and means.serving is not None:
                 await means.serving.give_up(offer, ranks)
+
+    def _arrive(self, needs: Needs) -> Arrival | None:
+        """Lets readers copy what comes as it does; not beside writers of this node, whose slots are theirs."""
+        if self._here:
+            return None
+        segments = [self._segments[rank] for rank in range(len(self._segments))]
+        covers = None if needs.digest is None else self._readers
+        arrival = self._store.arrive(self._job, self._key, self._listed.attempt, segments, covers, needs.nbytes)
+        self._means.service.settle()
+        return arrival
 
     def _part(self, needs: Needs) -> Part | None:
         """What will be here."""
@@ -273,7 +289,7 @@ class Bringing:
         wanted: Mapping[int, Need],
         memories: dict[int, Memory],
         here: Mapping[int, Ranges],
-        offer: Offered | None,
+        landing: Landing,
     ) -> None:
         """Every byte that is wanted, and not here, from one source after the other until it is there."""
         pieces = self._listed.pieces
@@ -288,17 +304,16 @@ class Bringing:
                 for rank, (digest, _, summed) in pieces.items()
                 if summed and (cells := self._means.known[digest].cells) is not None
             },
-            arrived=offer.extend if offer is not None else _ignore,
+            arrived=landing.ranges,
             rows=rows,
-            rows_arrived=offer.extend_rows if offer is not None else _ignore_rows,
+            rows_arrived=landing.rows,
             here=here,
             settings=PEERS,
         )
         self._wanted = fetcher.left
-        if offer is not None:
-            ranges = {rank: Ranges([(0, segment.nbytes)]) for rank, segment in self._here.items()}
-            ranges |= {rank: fetcher.wanted(rank) for rank in wanted}
-            offer.promise(ranges, [piece for some in rows.values() for piece in some])
+        ranges = {rank: Ranges([(0, segment.nbytes)]) for rank, segment in self._here.items()}
+        ranges |= {rank: fetcher.wanted(rank) for rank in wanted}
+        landing.promise(ranges, [piece for some in rows.values() for piece in some])
         avoid: set[str] = set()
         pause, before = BACKOFF_SECONDS[0], fetcher.left
         while fetcher.left:
@@ -415,11 +430,3 @@ def _named(key: VersionKey) -> str:
 def rows_of(rank: int, need: Need) -> list[Piece]:
     """The strips, as a transport moves them."""
     return [Piece(rank, *strip) for strip in need.strips]
-
-
-def _ignore(rank: int, start: int, end: int) -> None:
-    """Nobody is served from here."""
-
-
-def _ignore_rows(piece: Piece) -> None:
-    """Nobody is served from here."""

@@ -9,9 +9,13 @@ import time
 from awexd import access
 from awexd.service import Call, Reply, Service
 from awexd.store import Wait
-from awexd.store.model import Failure, Result, VersionKey
+from awexd.store.arriving import ArrivalState
+from awexd.store.model import Failure, Result, VersionKey, set_digest_of
 from awexd_transports.layout import digest_of
 from awexd_transports.segment import HEADER_BYTES
+
+MAX_LANDED = 8192
+"""Of one answer: a frame has room for more than that."""
 
 
 class Engines:
@@ -26,6 +30,8 @@ class Engines:
                 "read.register": self._register,
                 "read.siblings": self._siblings,
                 "read.resolve": self._resolve,
+                "read.arriving": self._arriving,
+                "read.arrived": self._arrived,
                 "read.confirm": self._confirm,
                 "read.release": self._release,
                 "read.wait": self._wait,
@@ -108,8 +114,42 @@ class Engines:
             "borrowed": version.borrowed,
             "exchanged": version.exchanged,
             "reason": version.reason,
+            "arrival": version.arrival,
         }
         return Reply(body)
+
+    def _arriving(self, call: Call) -> Reply | Wait:
+        """What has landed of the version that an update waits for, beyond the first ``landed`` entries."""
+        known, number = call.arguments["landed"], call.arguments["arrival"]
+        if number is None:
+            found = self._store.take_part(call.session, call.arguments["step"])
+        else:
+            found = self._store.taking_part(call.session, number)
+        if isinstance(found, Wait):
+            return found
+        if found is None:
+            return Reply({"arrival": None})
+        coming = found.state is ArrivalState.COMING
+        if coming and found.beyond(known) < found.quantum and number is not None:
+            job, what = self._store.worker_of(call.session)[0], f"epoch {found.key[0]} step {found.key[1]}"
+            return Wait(found.signal, lambda: f"the rest of {what}: {job.mirror.doing() if job.mirror else 'its end'}")
+        segments = [[one.id, HEADER_BYTES + one.nbytes, one.checksums] for one in found.segments]
+        body = {
+            "arrival": found.number,
+            "epoch": found.key[0],
+            "step": found.key[1],
+            "set": set_digest_of(found.digests),
+            "segments": segments if number is None else [],
+            "landed": [list(landed) for landed in found.landed[known : known + MAX_LANDED]],
+            "over": not coming and known + MAX_LANDED >= len(found.landed),
+        }
+        return Reply(body)
+
+    def _arrived(self, call: Call) -> Reply:
+        """The session copies out of that arrival no more; whether all that it has is good and committed here."""
+        found = self._store.taking_part(call.session, call.arguments["arrival"])
+        self._store.leave_arrivals(call.session.id)
+        return Reply({"good": found is not None and found.state is ArrivalState.HERE})
 
     def _confirm(self, call: Call) -> Reply | Wait:
         job, worker = self._store.worker_of(call.session)

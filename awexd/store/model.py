@@ -214,6 +214,7 @@ class Version:
         extending: more of it is being brought here: its memory stays meanwhile.
         partial: only the segments of ranks of this node are here, in order of their ranks: nobody here reads it yet.
         unsure: it was found after a restart, and the MetaServer has not said yet whether it was committed.
+        arrival: the number of the one that has brought it here; 0 where none did that readers could follow.
     """
 
     key: VersionKey
@@ -235,6 +236,7 @@ class Version:
     extending: bool = False
     partial: bool = False
     unsure: bool = False
+    arrival: int = 0
 
     @property
     def leaving(self) -> bool:
@@ -402,6 +404,7 @@ class Mirror:
         informed: the MetaServer has told of the job since this daemon began.
         listed: versions that are committed, as far as the MetaServer remembers them.
         fetching: the one that is being brought here.
+        arrival: its number, where readers may copy what has come of it.
         failed: why one could not be brought here, until that is tried again.
         asked: steps of the current epoch that somebody here waits for.
         lacking: versions of which only a part is here, and somebody waits for more.
@@ -414,6 +417,7 @@ class Mirror:
     informed: bool = False
     listed: dict[VersionKey, Listing] = field(default_factory=dict)
     fetching: VersionKey | None = None
+    arrival: int | None = None
     failed: dict[VersionKey, AwexdError] = field(default_factory=dict)
     asked: dict[int, None] = field(default_factory=dict)
     lacking: dict[VersionKey, None] = field(default_factory=dict)

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import NamedTuple, TypeVar
 
 from awexd.store import joining, parking, reading, registering, slots, writing
+from awexd.store.arriving import Arriving
 from awexd.store.grouping import Grouping
 from awexd.store.ledger import Session
 from awexd.store.mirroring import Mirroring
@@ -42,8 +43,12 @@ class Resolved(NamedTuple):
     lease: Lease
 
 
-class Store(Grouping, Mirroring, Spanned):
+class Store(Grouping, Mirroring, Spanned, Arriving):
     """The operations of writers, workers and commands on the ledger."""
+
+    def end_session(self, session_id: str, *, unmapped: bool, why: str, now: float) -> None:
+        self.leave_arrivals(session_id)
+        super().end_session(session_id, unmapped=unmapped, why=why, now=now)
 
     # writing
 

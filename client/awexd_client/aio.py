@@ -266,10 +266,12 @@ class WorkerWeightsReader(_Phased[_reader.WorkerWeightsReader]):
         """Returns at once, as the blocking one does."""
         self._blocking.prefetch(step)
 
-    async def update(self, step: int | None = None, timeout: float = DEFAULT_TIMEOUT) -> UpdateResult:
+    async def update(
+        self, step: int | None = None, timeout: float = DEFAULT_TIMEOUT, *, overlap: bool = False
+    ) -> UpdateResult:
         given_up = threading.Event()
         try:
-            return await _in(self._pool, self._blocking._update_unless, given_up, step, timeout)
+            return await _in(self._pool, self._blocking._update_unless, given_up, step, timeout, overlap)
         except asyncio.CancelledError:
             given_up.set()
             raise

@@ -17,6 +17,7 @@ from awexd_client.phases import Phased
 from awexd_client.session import CONNECT_SECONDS, Connection
 from awexd_client.tables import NOTHING, Prepared, Sources, prepare
 from awexd_client.taking import Taker
+from awexd_client.waves import Wave, waves
 from awexd_transports.cuda import driver as cuda
 from awexd_transports.errors import (
     AwexdError,
@@ -92,16 +93,36 @@ class Preparing(Phased):
         if answer["exchanged"]:
             self._sources_of(answer["set"], deadline)
             return NOTHING
-        segments, lent = answer["segments"], answer["borrowed"]
-        key = (answer["set"], tuple((segment_id, stored) for segment_id, _, stored in segments))
+        prepared = self._planned(answer["set"], answer["segments"], answer["borrowed"], deadline)
+        prepared.live.check()
+        return prepared
+
+    def _planned(
+        self, set_digest: str, segments: Sequence[tuple[str, int, bool]], lent: bool, deadline: Deadline
+    ) -> Prepared:
+        """Of what is in these segments nothing is looked at yet."""
+        key = (set_digest, tuple((segment_id, stored) for segment_id, _, stored in segments))
         prepared = self._tables.get(key)
         if prepared is None:
-            prepared = self._tables[key] = self._build(answer["set"], segments, lent, deadline)
+            prepared = self._tables[key] = self._build(set_digest, segments, lent, deadline)
             while len(self._tables) > TABLES_KEPT:
                 self._tables.popitem(last=False)
         self._tables.move_to_end(key)
-        prepared.live.check()
         return prepared
+
+    def _waves_of(
+        self, prepared: Prepared, set_digest: str, segments: Sequence[tuple[str, int, bool]], deadline: Deadline
+    ) -> Sequence[Wave]:
+        """What is planned, in waves; made once."""
+        if not prepared.waves:
+            sources = self._sources_of(set_digest, deadline)
+            mapped = dict(zip(sources.ranks, prepared.mappings, strict=True))
+            prepared.waves.extend(waves(self._holding, sources, mapped, self._summed(sources, segments)))
+        return prepared.waves
+
+    def _summed(self, sources: Sources, segments: Sequence[tuple[str, int, bool]]) -> tuple[int, ...] | None:
+        """The ranks with checksums, if they are to be compared."""
+        return tuple(rank for rank in sources.ranks if segments[rank][2]) if self.verify_mode == "checksum" else None
 
     def _build(
         self, set_digest: str, segments: Sequence[tuple[str, int, bool]], lent: bool, deadline: Deadline
@@ -118,7 +139,7 @@ class Preparing(Phased):
         if lent:
             self._watch_drops()
         mapped = dict(zip(sources.ranks, found, strict=True))
-        summed = tuple(rank for rank in sources.ranks if segments[rank][2]) if self.verify_mode == "checksum" else None
+        summed = self._summed(sources, segments)
         if summed is not None and len(summed) < len(sources.ranks) and not self._warned and not lent:
             self._warned = True
             _log.warning(

@@ -13,7 +13,7 @@ from awexd.protocol import MAX_DIFFERENCES, MAX_KEEP, MAX_REASONS, MAX_RING_BYTE
 from awexd_client.adapters.base import Adapter, EngineWeights
 from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline, check_whole, told
 from awexd_client.holding import Holding
-from awexd_client.preparing import Preparing
+from awexd_client.overlapping import Overlapping
 from awexd_client.session import Asked
 from awexd_client.tables import Sources
 from awexd_client.updates import Staged, State, TakenBack, UpdateResult, load_of_engine
@@ -26,7 +26,6 @@ from awexd_transports.errors import (
     DeadlineExceeded,
     EpochChanged,
     IntegrityError,
-    VersionConflict,
     VersionUnavailable,
 )
 
@@ -35,7 +34,7 @@ _TOLD = "_awexd_told"
 _log = logging.getLogger(__name__)
 
 
-class WorkerWeightsReader(Preparing):
+class WorkerWeightsReader(Overlapping):
     """Brings versions into one inference process's live tensors, in place.
 
     Args:
@@ -142,11 +141,17 @@ class WorkerWeightsReader(Preparing):
         self._prefetching = threading.Thread(target=self._prefetch, args=(step,), name="awexd-prefetch", daemon=True)
         self._prefetching.start()
 
-    def update(self, step: int | None = None, timeout: float = DEFAULT_TIMEOUT) -> UpdateResult:
+    def update(
+        self, step: int | None = None, timeout: float = DEFAULT_TIMEOUT, *, overlap: bool = False
+    ) -> UpdateResult:
         """Writes the newest committed version, or that step's, into the live tensors.
 
         Waits for a version that is still to come. All workers of an engine get the same version in their n-th update.
         After an error past the first touched byte the state is ``"dirty"``, until an update succeeds.
+
+        Args:
+            overlap: of a version that is still on its way from other nodes, copies what has come while the rest does:
+                done sooner, for a longer pause, and dirty if it does not come after all.
 
         Raises:
             ManifestMismatch: the version does not fit; nothing was touched.
@@ -155,14 +160,16 @@ class WorkerWeightsReader(Preparing):
             IntegrityError: bytes are not what their writer wrote.
             DeadlineExceeded: names what was waited for.
         """
-        return self._update_unless(None, step, timeout)
+        return self._update_unless(None, step, timeout, overlap)
 
-    def _update_unless(self, given_up: threading.Event | None, step: int | None, timeout: float) -> UpdateResult:
+    def _update_unless(
+        self, given_up: threading.Event | None, step: int | None, timeout: float, overlap: bool
+    ) -> UpdateResult:
         """``update``, which touches nothing any more once its caller has given up."""
         resolved: list[int] = []
         deadline = Deadline(timeout)
         with self._turn(deadline):
-            return self._surviving(lambda deadline: self._update(step, resolved, given_up, deadline), deadline)
+            return self._surviving(lambda deadline: self._update(step, resolved, given_up, overlap, deadline), deadline)
 
     def wait(self, step: int, timeout: float = DEFAULT_TIMEOUT) -> tuple[int, int]:
         """Returns the newest version's (epoch, step) once it is at least ``step``; told, not polled.
@@ -294,13 +301,18 @@ class WorkerWeightsReader(Preparing):
             self._register(self._holding_, Deadline(timeout))
 
     def _update(
-        self, step: int | None, resolved: list[int], given_up: threading.Event | None, deadline: Deadline
+        self,
+        step: int | None,
+        resolved: list[int],
+        given_up: threading.Event | None,
+        overlap: bool,
+        deadline: Deadline,
     ) -> UpdateResult:
         """``resolved``: what an earlier try of this call was given, by a daemon that is gone; siblings may have it."""
         while True:
             try:
-                staged = self._stage_resolved(step, resolved, deadline)
-                if given_up is not None and given_up.is_set():
+                staged = self._stage_resolved(step, resolved, overlap and not self.exchanging, deadline)
+                if given_up is not None and given_up.is_set() and not staged.begun:
                     self._release(staged.lease)
                     raise DeadlineExceeded(f"{self.job}: the caller gave this update up before it touched anything")
                 return self._apply(staged, deadline)
@@ -308,9 +320,10 @@ class WorkerWeightsReader(Preparing):
                 if not deadline.left():
                     raise
 
-    def _stage_resolved(self, step: int | None, resolved: list[int], deadline: Deadline) -> Staged:
+    def _stage_resolved(self, step: int | None, resolved: list[int], overlap: bool, deadline: Deadline) -> Staged:
+        wanted = resolved[-1] if resolved else step
         try:
-            staged = self._stage(resolved[-1] if resolved else step, deadline)
+            staged = self._overlapped(wanted, deadline) if overlap else self._stage(wanted, deadline)
         except TakenBack:
             raise
         except (VersionUnavailable, EpochChanged):
@@ -319,6 +332,30 @@ class WorkerWeightsReader(Preparing):
             staged = self._stage(step, deadline)
         resolved.append(staged.step)
         return staged
+
+    def _overlapped(self, step: int | None, deadline: Deadline) -> Staged:
+        """As ``_stage``, but what is staged may have been copied, in part or all of it."""
+        if step is not None:
+            check_whole("step", step, 0, MAX_STEP)
+        started = time.monotonic()
+        self._settle_confirmed()
+        self._refresh()
+        taken = self._take_in(step, deadline)
+        if taken is None and self._state != "dirty":
+            return self._stage(step, deadline)
+        try:
+            staged = self._stage(step, deadline)
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        staged.started = started
+        if taken is not None and taken.arrival == staged.arrival and taken.prepared is staged.prepared:
+            staged.taken = taken
+        return staged
+
+    def _give_up(self, error: BaseException) -> None:
+        if self._state == "dirty" and not isinstance(error, DaemonUnavailable):
+            self._release(None, dirty=True, error=error)
 
     def _stage(self, step: int | None, deadline: Deadline) -> Staged:
         if step is not None:
@@ -353,6 +390,7 @@ class WorkerWeightsReader(Preparing):
             reason=answer["reason"],
             ranks=len(answer["segments"]),
             exchanged=self._sources[answer["set"]] if answer["exchanged"] else None,
+            arrival=answer["arrival"],
         )
 
     def _apply(self, staged: Staged, deadline: Deadline) -> UpdateResult:
@@ -378,19 +416,22 @@ class WorkerWeightsReader(Preparing):
         if error is None and staged.lent and not staged.await_owners(deadline.left()):
             error = TakenBack(f"{self.job}: step {staged.step} was taken back by its trainer; nothing was touched")
         if error is not None:
-            self._release(staged.lease, error=error)
+            self._release(staged.lease, dirty=staged.begun is not None, error=error)
             raise error
         self._state, self._version, self._leased = "dirty", None, None
-        began = time.monotonic()
+        began = staged.begun or time.monotonic()
         try:
-            meanwhile = self._check_unchanged if hidden else bool
-            staged.prepared.live.run(sharing=self.world_size, meanwhile=meanwhile)
+            if staged.taken is not None:
+                staged.taken.finish(sharing=self.world_size)
+            else:
+                meanwhile = self._check_unchanged if hidden else bool
+                staged.prepared.live.run(sharing=self.world_size, meanwhile=meanwhile)
             load_of_engine(holding.weights)
             result = UpdateResult(
                 epoch=staged.epoch,
                 step=staged.step,
                 bytes=staged.prepared.nbytes,
-                stage_seconds=staged.ready - staged.started,
+                stage_seconds=min(staged.ready, began) - staged.started,
                 pause_seconds=time.monotonic() - began,
                 transport="cuda_ipc" if staged.lent else "shm",
                 mode="direct" if staged.lent else "host",
@@ -457,9 +498,6 @@ class WorkerWeightsReader(Preparing):
     def _check_unchanged(self) -> None:
         if self._holding.watch.changed():
             raise self._rebound()
-
-    def _rebound(self) -> VersionConflict:
-        return VersionConflict(f"{self.job}: tensors were rebound or moved since this was staged; update again")
 
     def _confirm(self, staged: Staged, result: UpdateResult, deadline: Deadline) -> None:
         """Tells the daemon that the bytes are in; waits for its answer only where that could be a refusal.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from awexd_client.checksums import Comparison
 from awexd_client.holding import Holding
@@ -14,6 +14,9 @@ from awexd_transports.copy import CopyTable, Row, View
 from awexd_transports.errors import IntegrityError, ManifestMismatch
 from awexd_transports.layout import Box, Manifest
 from awexd_transports.plan import Copy, Plan
+
+if TYPE_CHECKING:
+    from awexd_client.waves import Wave
 
 Segments = Mapping[int, Segment]
 """Mapped segments by writer rank."""
@@ -106,7 +109,7 @@ class Tables:
             )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
     """All that an update needs for one set of slots.
 
@@ -114,11 +117,13 @@ class Prepared:
         live: fills what the engine runs on.
         aside: fills what its engine loads itself; None where there is nothing of that kind.
         mappings: of the segments that are read.
+        waves: the same copies as ``live``, once an update has overlapped with an arrival.
     """
 
     live: Tables
     aside: Tables | None
     mappings: tuple[Segment, ...]
+    waves: list[Wave] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:

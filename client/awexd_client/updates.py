@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from awexd_client.adapters.base import EngineWeights
 from awexd_client.mappings import Segment
 from awexd_client.tables import Prepared, Sources
 from awexd_transports.cuda.lent import Opened, Words
 from awexd_transports.errors import AwexdError, DeadlineExceeded, VersionUnavailable
+
+if TYPE_CHECKING:
+    from awexd_client.overlapping import Taken
 
 _LOOK_SECONDS = 2e-5
 State = Literal["empty", "ready", "dirty"]
@@ -56,6 +59,8 @@ class Staged:
         lent: its bytes are the trainer's live parameters. ``reason``: why, or why not.
         ranks: of the trainer: so many segments the version has.
         exchanged: what its trainer sends, if it does; then nothing is prepared.
+        arrival: by which it has come to this node; 0: by none that could be followed.
+        taken: what of it was copied meanwhile, if any was.
     """
 
     epoch: int
@@ -70,6 +75,13 @@ class Staged:
     reason: str = ""
     ranks: int = 0
     exchanged: Sources | None = None
+    arrival: int = 0
+    taken: Taken | None = None
+
+    @property
+    def begun(self) -> float | None:
+        """When the first live byte was touched, if that was before this was staged (``time.monotonic()``)."""
+        return self.taken.began if self.taken is not None else None
 
     @property
     def good(self) -> bool:

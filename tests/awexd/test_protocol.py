@@ -78,6 +78,7 @@ def test_operations_are_these() -> None:
         "write.offer read.exchanges group.join group.manifests group.publish group.address group.agree group.watch "
         "group.done "
         "read.sources read.register read.siblings read.resolve read.confirm read.release read.wait read.engine "
+        "read.arriving read.arrived "
         "read.verified read.await "
         "phase.enter phase.leave park.begin park.open park.seal park.drop park.pin park.unpin "
         "segment.open segment.closed segment.dropped segment.chunks session.home goodbye "

@@ -383,8 +383,8 @@ def test_tickets_name_this_process_and_end() -> None:
     assert len(grant.key) == 32
 
 
-def test_version_of_several_nodes_comes_from_all_of_them_and_then_from_who_has_it_whole() -> None:
-    cluster = Cluster("n0", "n1", "n2", "n3")
+def test_writers_nodes_send_what_an_engines_takes_in_and_then_those_do_that_have_it() -> None:
+    cluster = Cluster("n0", "n1", "n2", "n3", "n4")
     cluster.join("n0", 0)
     cluster.join("n1", 1)
     cluster.commit(5)
@@ -393,12 +393,12 @@ def test_version_of_several_nodes_comes_from_all_of_them_and_then_from_who_has_i
         found = cluster.state.tickets(node, "r1", JOB, (1, 5), ranks=ranks or None, now=1.0, **more)
         return {grant.source.name: set(grant.ranks) for grant in found}
 
-    assert ask("n2") == {"n0": {0}, "n1": {1}}
-    assert ask("n3") == {"n2": {0, 1}}
-    assert ask("n3", 1, avoid=frozenset({"n2"})) == {"n1": {1}}
-    assert ask("n0", 1, avoid=frozenset({"n2", "n3"})) == {"n1": {1}}  # a trainer's node takes the others' ranks
+    assert ask("n2") == ask("n3") == {"n0": {0}, "n1": {1}}  # each half of it, twice
+    assert ask("n4") == {"n2": {0, 1}}
+    assert ask("n4", 1, avoid=frozenset({"n2", "n3"})) == {"n1": {1}}
+    assert ask("n0", 1, avoid=frozenset({"n2", "n3", "n4"})) == {"n1": {1}}  # a trainer's node takes the others' ranks
     with pytest.raises(VersionUnavailable, match="rank 1 of epoch 1 step 5"):
-        ask("n0", 1, avoid=frozenset({"n1", "n2", "n3"}))
+        ask("n0", 1, avoid=frozenset({"n1", "n2", "n3", "n4"}))
     cluster.state.leave("n1", "r1")
     assert ask("n2", 0) == {"n0": {0}}
     with pytest.raises(VersionUnavailable):
