@@ -10,6 +10,9 @@ from collections.abc import Callable, Collection, Mapping
 
 from awexd.metaserver.model import Version
 
+SLACK = 1.25
+"""Of what whoever asks takes in: a trainer's nodes do not have exactly as much each."""
+
 
 def choose(
     version: Version,
@@ -21,8 +24,8 @@ def choose(
     """Nodes that together have the wanted ranks, and which of them to take from each; None where they do not.
 
     A rank comes from the node of its writer as long as that is asked for no more, by all nodes together, than whoever
-    asks takes in: so it sends no more than an engine's node receives, however many there are. All else comes from few
-    nodes, those that were asked for the least.
+    asks takes in (and SLACK): so it sends about what an engine's node receives at most, however many there are. All
+    else comes from few nodes, those that were asked for the least.
 
     Args:
         has: ranks by node.
@@ -33,7 +36,7 @@ def choose(
     room = _nbytes(version, left)
     for node in {writers[rank]: None for rank in sorted(left) if rank in writers}:
         own = frozenset(rank for rank in left.intersection(has.get(node, ())) if writers.get(rank) == node)
-        if own and version.asked[node] + _nbytes(version, own) <= room:
+        if own and version.asked[node] + _nbytes(version, own) <= SLACK * room:
             chosen[node] = own
             left -= own
     while left:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping
 
 from awexd.background import Signals
@@ -9,6 +10,9 @@ from awexd.peers.offers import Offered
 from awexd.store.arriving import Arrival, Landed
 from awexd_transports.base import Piece
 from awexd_transports.ranges import Ranges
+
+PATIENCE_SECONDS = 0.25
+"""For a reader that copies what it was told of."""
 
 
 class Landing:
@@ -39,6 +43,20 @@ class Landing:
         if self._offer is not None:
             self._offer.extend_rows(piece)
         self._land(Landed(piece.rank, piece.offset, piece.nbytes, piece.rows, piece.stride))
+
+    async def room(self) -> None:
+        """Returns once no more has landed than readers that follow can be expected to have copied soon.
+
+        What they copy out of host memory, and what lands in it, take turns at it: what they are not up to can wait.
+        Nobody is waited for where other nodes are served from here, nor a reader that does not ask for more at all.
+        """
+        arrival = self._arrival
+        while arrival is not None and arrival.ahead and not (self._offer is not None and self._offer.used):
+            try:
+                async with asyncio.timeout(PATIENCE_SECONDS):
+                    await self._signals.next(arrival.heard)
+            except TimeoutError:
+                arrival.paced = False
 
     def _land(self, landed: Landed) -> None:
         if self._arrival is not None and self._arrival.land(landed):

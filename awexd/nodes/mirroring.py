@@ -275,7 +275,9 @@ class Bringing:
             return None
         segments = [self._segments[rank] for rank in range(len(self._segments))]
         covers = None if needs.digest is None else self._readers
-        arrival = self._store.arrive(self._job, self._key, self._listed.attempt, segments, covers, needs.nbytes)
+        wanted = [needs.ranks[rank].nbytes if rank in needs.ranks else 0 for rank in range(len(segments))]
+        pieces = [-(-nbytes // PEERS.piece_bytes) for nbytes in wanted]
+        arrival = self._store.arrive(self._job, self._key, self._listed.attempt, segments, covers, pieces, needs.nbytes)
         self._means.service.settle()
         return arrival
 
@@ -307,6 +309,7 @@ class Bringing:
             arrived=landing.ranges,
             rows=rows,
             rows_arrived=landing.rows,
+            room=landing.room,
             here=here,
             settings=PEERS,
         )

@@ -124,7 +124,9 @@ class Engines:
         if number is None:
             found = self._store.take_part(call.session, call.arguments["step"])
         else:
-            found = self._store.taking_part(call.session, number)
+            found = self._store.taking_part(call.session, number, known)
+        if found is not None and not isinstance(found, Wait):
+            self._service.changes.fire(found.heard)
         if isinstance(found, Wait):
             return found
         if found is None:
@@ -140,6 +142,7 @@ class Engines:
             "step": found.key[1],
             "set": set_digest_of(found.digests),
             "segments": segments if number is None else [],
+            "pieces": found.pieces if number is None else [],
             "landed": [list(landed) for landed in found.landed[known : known + MAX_LANDED]],
             "over": not coming and known + MAX_LANDED >= len(found.landed),
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from operator import itemgetter
 
 from awexd.peers.arrivals import Arrivals, Arrived, RowsArrived, wanted_of
@@ -23,6 +23,7 @@ from awexd_transports.errors import (
     VersionUnavailable,
 )
 from awexd_transports.ranges import Ranges
+from awexd_transports.turns import turn
 
 FINAL = (AccessDenied, VersionUnavailable)
 """What another try at the same source does not mend."""
@@ -46,6 +47,7 @@ class Fetcher:
         arrived: told of bytes that are there and right.
         here: by rank, what of it is there already, and right.
         rows: by rank, pieces of several rows that are wanted beside ``wants``; ``rows_arrived`` is told of those.
+        room: awaited before each piece is asked for.
 
     Attributes:
         delivered: bytes by source.
@@ -66,6 +68,7 @@ class Fetcher:
         here: Mapping[int, Ranges] | None = None,
         rows: Mapping[int, Collection[Piece]] | None = None,
         rows_arrived: RowsArrived = lambda piece: None,
+        room: Callable[[], Awaitable[None]] | None = None,
         settings: PeerSettings | None = None,
     ) -> None:
         wanted_of(wants, memories)
@@ -87,6 +90,7 @@ class Fetcher:
             for rank, wanted in wants.items()
         }
         self._running = False
+        self._room = room
         self.delivered: Counter[str] = Counter()
         self.failed: dict[str, AwexdError] = {}
         self.again = 0
@@ -143,10 +147,14 @@ class _Run:
         self._pieces = Pieces(self._settings.piece_bytes)
         for source in sources:
             self._pieces.join(source)
-        # Ranks in turn: whoever passes on what it is still fetching has some of each early, not the last at its end.
-        wanted = [list(cut_up(rank.pieces(), self._settings.piece_bytes)) for rank in fetcher._ranks.values()]
-        in_turn = [(at / len(parts), *part) for parts in wanted for at, part in enumerate(parts)]
-        for _, piece, first in sorted(in_turn, key=itemgetter(0)):
+        # Ranks in turn: whoever passes on what it is still fetching has some of each early, not the last at its end;
+        # and who copies what has come knows what comes together.
+        wanted = {
+            turn(number): list(cut_up(rank.pieces(), self._settings.piece_bytes))
+            for number, rank in fetcher._ranks.items()
+        }
+        in_turn = [(at / len(parts), when, *part) for when, parts in wanted.items() for at, part in enumerate(parts)]
+        for _, _, piece, first in sorted(in_turn, key=itemgetter(0, 1)):
             self._pieces.add(piece, first=first)
         self._streams = {source.node: self._settings.streams for source in sources}
         self._paces: dict[Lane, Pace] = {}
@@ -229,6 +237,8 @@ class _Run:
 
     async def _pull(self, lane: Lane, source: Source) -> None:
         while self._strikes[source.node] < self._settings.strikes:
+            if self._fetcher._room is not None:
+                await self._fetcher._room()
             piece = self._pieces.take(source.node)
             if piece is None:
                 await self._idle(lane)

@@ -59,6 +59,11 @@ class Offered:
         self._changed.set()
         self._changed = asyncio.Event()
 
+    @property
+    def used(self) -> bool:
+        """Whether any connection is bound to it."""
+        return bool(self._users)
+
     def withdraw_unused(self) -> bool:
         """Ends it at once if no connection is bound to it; whether that is so."""
         if self._users:

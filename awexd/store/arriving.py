@@ -21,6 +21,8 @@ QUANTUM = 32 << 20
 """Bytes that land before readers are told of them: less is not worth a message, and a launch of copies."""
 SHARE = 256
 """Of a large version, so many messages at most."""
+WINDOW, WINDOW_SHARE = 8 * QUANTUM, 8
+"""Bytes that may have landed and are not known to readers, at least; of a large version, its bytes over that."""
 
 
 class ArrivalState(StrEnum):
@@ -47,9 +49,12 @@ class Arrival:
         number: its own among all of this daemon.
         segments: by rank; while anybody reads them, they hold nothing else.
         covers: the manifests of those for whom it is brought; None: it is all of the version.
+        pieces: in which those ranks' bytes come, how many each; all ranks' in turn (``turns.turn``).
         nbytes: that will land.
         landed: in the order in which it did. ``totals``: bytes of it, up to each and with it.
         readers: sessions that copy out of it, and the lease that holds it for each once it is here.
+        known: how many entries of ``landed`` each of them has been told of, and is done with.
+        paced: bytes come no faster than readers copy them. ``heard``: named by whoever is waited for.
     """
 
     number: int
@@ -57,13 +62,26 @@ class Arrival:
     attempt: int
     segments: tuple[Segment, ...]
     covers: frozenset[str] | None
+    pieces: tuple[int, ...]
     nbytes: int
     signal: str
     state: ArrivalState = ArrivalState.COMING
     landed: list[Landed] = field(default_factory=list)
     totals: list[int] = field(default_factory=list)
     readers: dict[str, str] = field(default_factory=dict)
+    known: dict[str, int] = field(default_factory=dict)
+    paced: bool = True
     _told: int = 0
+
+    @property
+    def heard(self) -> str:
+        return f"{self.signal} heard"
+
+    @property
+    def ahead(self) -> bool:
+        """Whether more has landed than its readers should be left behind by."""
+        behind = min(self.known.values(), default=len(self.landed))
+        return self.paced and self.beyond(behind) > max(WINDOW, self.nbytes // WINDOW_SHARE)
 
     @property
     def digests(self) -> tuple[str, ...]:
@@ -89,8 +107,9 @@ class Arrival:
 
     def beyond(self, number: int) -> int:
         """Bytes that have landed after the first so many entries."""
-        total = self.totals[-1] if self.totals else 0
-        return total - (self.totals[number - 1] if 0 < number <= len(self.totals) else 0)
+        if not self.totals or not number:
+            return self.totals[-1] if self.totals else 0
+        return self.totals[-1] - self.totals[min(number, len(self.totals)) - 1]
 
 
 class Arriving(Ledger):
@@ -109,12 +128,13 @@ class Arriving(Ledger):
         attempt: int,
         segments: Iterable[Segment],
         covers: frozenset[str] | None,
+        pieces: Iterable[int],
         nbytes: int,
     ) -> Arrival:
         """A version begins to come, into these slots, by rank; ``arrived`` must follow."""
         number = next(self._arrival_numbers)
         signal = f"{job.name} arrival {number}"
-        arrival = Arrival(number, key, attempt, tuple(segments), covers, nbytes, signal)
+        arrival = Arrival(number, key, attempt, tuple(segments), covers, tuple(pieces), nbytes, signal)
         self._arrivals[number] = arrival
         if job.mirror is not None:
             job.mirror.arrival = number
@@ -155,6 +175,7 @@ class Arriving(Ledger):
         arrival = self._arrivals.get(mirror.arrival or 0) if mirror is not None else None
         if arrival is not None and arrival.finds(worker) and self._awaits(job, worker, step, arrival.key):
             arrival.readers[session.id] = ""
+            arrival.known[session.id] = 0
             return arrival
         try:
             outcome = reading.pick(job, worker, step)
@@ -162,8 +183,11 @@ class Arriving(Ledger):
             return None  # told to whoever asks for it
         return outcome if isinstance(outcome, Wait) else None
 
-    def taking_part(self, session: Session, number: int) -> Arrival | None:
-        """That arrival, if all that the session has copied out of it so far is good; None: it has copied nothing."""
+    def taking_part(self, session: Session, number: int, known: int | None = None) -> Arrival | None:
+        """That arrival, if all that the session has copied out of it so far is good; None: it has copied nothing.
+
+        ``known``: so many entries of ``landed`` it is done with.
+        """
         arrival = self._arrivals.get(number)
         if arrival is None or session.id not in arrival.readers:
             return None
@@ -171,12 +195,16 @@ class Arriving(Ledger):
         if arrival.state is ArrivalState.LOST or (arrival.state is ArrivalState.HERE and lease is None):
             self.leave_arrivals(session.id)
             return None
+        if known is not None:
+            arrival.known[session.id] = known
         return arrival
 
     def leave_arrivals(self, session_id: str) -> None:
         """That session copies out of none any more: it has said so, or is over and has nothing mapped."""
         for arrival in [one for one in self._arrivals.values() if session_id in one.readers]:
             self._end_leases([lease] if (lease := arrival.readers.pop(session_id)) else [])
+            del arrival.known[session_id]
+            self.touched.add(arrival.heard)
             self._forget_arrival(arrival)
 
     def arriving_segments(self, session: Session) -> Iterable[Segment]:

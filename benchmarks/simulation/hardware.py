@@ -18,6 +18,8 @@ NETWORK_SECONDS = 10e-6
 """There and back, between two nodes."""
 DURABLE_SECONDS = 1e-3
 """Until a commit is on the MetaServer's disk."""
+ASSUMED_LAUNCH = 2e-4
+"""Seconds, where h200.json does not say."""
 ASSUMED_REQUESTS, ASSUMED_LATENESS = 10_000.0, 5e-3
 """The MetaServer's, requests a second and seconds, where nodes.json does not say."""
 
@@ -36,6 +38,7 @@ class Hardware:
         lateness: from a change at the MetaServer to the last daemon that is told.
         durable: of a commit.
         piece: a daemon's own time for a piece.
+        launch: of waves of copies into a GPU, beside the copies' own time.
         sources: where each was read, or that it was assumed.
     """
 
@@ -49,6 +52,7 @@ class Hardware:
     request: float = 1 / ASSUMED_REQUESTS
     lateness: float = ASSUMED_LATENESS
     durable: float = DURABLE_SECONDS
+    launch: float = ASSUMED_LAUNCH
     sources: tuple[str, ...] = ()
 
 
@@ -57,6 +61,7 @@ def measured(piece: float, folder: Path = RESULTS) -> Hardware:
     nodes = _values(folder / "nodes.json")
     requests = nodes.get("metaserver-requests") or ASSUMED_REQUESTS
     late = nodes.get("metaserver-lateness-p99")
+    launch = _values(folder / "h200.json").get("overlap-launch")
     gpu, control = _values(folder / "h200.json"), _values(folder / "control.json")
     return Hardware(
         down=gpu["host-publish"] * 1e9,
@@ -65,10 +70,12 @@ def measured(piece: float, folder: Path = RESULTS) -> Hardware:
         piece=piece,
         request=1 / requests,
         lateness=ASSUMED_LATENESS if late is None else late / 1e3,
+        launch=ASSUMED_LAUNCH if launch is None else launch / 1e3,
         sources=(
             "h200.json host-publish, host-update-reshard",
             "control.json control-p50",
             "nodes.json metaserver-requests" if "metaserver-requests" in nodes else "requests assumed",
+            "h200.json overlap-launch" if launch is not None else "launches assumed",
             "nodes.json metaserver-lateness-p99" if "metaserver-lateness-p99" in nodes else "lateness assumed",
         ),
     )

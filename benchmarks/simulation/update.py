@@ -3,12 +3,12 @@
 What happens is what the daemons do (docs/nodes.md): ranks copy their segments into host memory and seal; when all
 have, the MetaServer commits, and tells the engines' nodes; each asks for tickets, and fetches what its workers need
 from nodes that have it, or that began to fetch the same before it, which serve on what has come; once all of an
-engine's nodes have all, its workers copy it into their GPUs. ``Options`` leave out these barriers.
+engine's nodes have all, its workers copy it into their GPUs. ``Options`` say what does not wait for what.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,17 +16,23 @@ from typing import Protocol
 
 import numpy as np
 
+from awexd.metaserver.model import Piece, Version
+from awexd.metaserver.sources import choose
 from awexd.peers.tcp import TcpLane
+from awexd.store.arriving import WINDOW, WINDOW_SHARE
 from awexd_transports.names import Ints
+from awexd_transports.turns import turn
 from benchmarks.simulation.hardware import GPUS, Hardware
 from benchmarks.simulation.links import Clock, Hops, Links, Queue
 from benchmarks.simulation.needs import Needs
-from benchmarks.simulation.sources import choose
+from benchmarks.simulation.waves import Told, Waves, Worker
 
-DMA_BYTES = 64 << 20
-"""In which a GPU's copies are simulated."""
+DMA_BYTES, QUEUED = 64 << 20, 4
+"""In which a GPU's copies are simulated, and how many it has before it: all of a launch are put there at once."""
 IN, OUT, GPU = range(3)
 """Whose bytes pass a node's host memory: written by NICs, read by them, and either by GPUs."""
+SLICE = 64 << 20
+"""In which ranks say what they have copied."""
 DEPTH = TcpLane.depth
 """Pieces that a lane asks for at once."""
 
@@ -36,14 +42,12 @@ class Options:
     """How an update goes.
 
     Attributes:
-        early: nodes fetch what ranks have copied into host memory: nothing waits for a seal or a commit.
-        eager: what is on a node goes into its GPUs at once: nothing waits for the rest of the version.
-        relayed: who began to fetch serves those that begin after it.
+        early: nodes fetch what ranks have copied into host memory, from when all have begun, before they have sealed.
+        overlap: workers copy what has come of a version while the rest of it does: ``update(overlap=True)``.
     """
 
     early: bool = False
-    eager: bool = False
-    relayed: bool = True
+    overlap: bool = False
 
 
 @dataclass
@@ -119,7 +123,7 @@ class _Trainer:
         self._waiting.append((needs, piece, lane))
 
     def came(self, rank: int, here: float) -> None:
-        self._here[rank] = here
+        self._here[rank] = max(here, self._here[rank])
         waiting, self._waiting = self._waiting, []
         for needs, piece, lane in waiting:
             if self.has(needs, piece):
@@ -140,6 +144,8 @@ class _Lane:
         self._hops: Hops = ((source.memory, OUT), (source.sends, 0), (target.receives, 0), (target.memory, IN))
 
     def ask(self) -> None:
+        if self._fetch.pauses(self):
+            return
         piece = next(self._order, None)
         if piece is None:
             return
@@ -182,6 +188,25 @@ class _Fetch:
         self._left = len(needs)
         self._waiting: dict[int, list[_Lane]] = {}
         self._done, self._came = done, arrived
+        self._paused: list[_Lane] = []
+        self._window = max(float(WINDOW), needs.total / WINDOW_SHARE)
+        self.landed, self.workers = 0.0, list[Worker]()
+
+    def ahead(self) -> float:
+        """Bytes that have landed and that some worker has not been told of."""
+        return self.landed - min((worker.known for worker in self.workers), default=self.landed)
+
+    def pauses(self, lane: _Lane) -> bool:
+        """Whether no more is asked for now: workers that overlap lag behind. The lane asks again once they do not."""
+        if self.ahead() <= self._window:
+            return False
+        self._paused.append(lane)
+        return True
+
+    def go_on(self) -> None:
+        paused, self._paused = self._paused, []
+        for lane in paused:
+            lane.ask()
 
     def has(self, needs: Needs, piece: int) -> bool:
         return self._here[piece] == 1
@@ -192,6 +217,7 @@ class _Fetch:
     def came(self, piece: int) -> None:
         self._here[piece] = 1
         self._left -= 1
+        self.landed += self.needs.nbytes[piece]
         for lane in self._waiting.pop(piece, ()):
             lane.go_on()
         self._came(piece)
@@ -200,14 +226,18 @@ class _Fetch:
 
 
 class _Engine:
-    """An engine's nodes, the links into its workers' GPUs, and how many copies into those are left."""
+    """An engine's nodes, its workers by node, the links into their GPUs, and how many of them are not done."""
 
-    def __init__(self, nodes: Sequence[_Node], needs: Sequence[Needs], links: Links, rate: float, copies: int) -> None:
+    def __init__(self, nodes: Sequence[_Node], needs: Sequence[Needs], links: Links, rate: float) -> None:
         self.nodes = nodes
         self.gpus = [[links.add(rate) for _ in range(each.shares.shape[1])] for each in needs]
+        self.workers: list[list[Worker]] = [[] for _ in nodes]
         self.missing = len(nodes)
-        self.begun = 0.0
-        self.copies = copies
+        self.fetches: list[_Fetch | None] = [None] * len(nodes)
+        self.over = [False] * len(nodes)
+        self.agreed = False
+        self.begun: float | None = None
+        self.left = sum(map(len, self.gpus))
 
 
 class _Update:
@@ -218,26 +248,31 @@ class _Update:
         self.links = Links(self.clock)
         self._segments, self._needs, self._options = segments, nodes, options
         self._meta = Queue(hardware.request)
-        self._asked: Counter[str] = Counter()
         self._outcome = Outcome()
         self._trainers = [
             _Trainer(self._node(f"trainer {first // GPUS}"), range(first, min(first + GPUS, len(segments))), segments)
             for first in range(0, len(segments), GPUS)
         ]
-        copies = sum(int(np.count_nonzero(each.shares)) if options.eager else each.shares.shape[1] for each in nodes)
+        self._writers = {rank: trainer.node.name for trainer in self._trainers for rank in trainer.ranks}
+        pieces = {rank: Piece("", nbytes) for rank, nbytes in enumerate(segments)}
+        self._versions = [Version((1, 1), 1, len(segments), pieces) for _ in nodes]
+        for version in self._versions:
+            version.asked = self._versions[0].asked
         self._engines = [
-            _Engine([self._node(f"engine {e}.{n}") for n in range(len(nodes))], nodes, self.links, hardware.up, copies)
+            _Engine([self._node(f"engine {e}.{n}") for n in range(len(nodes))], nodes, self.links, hardware.up)
             for e in range(engines)
         ]
         self._fetches: list[list[_Fetch]] = [[] for _ in nodes]
         self._orders = [_order(needs) for needs in nodes]
-        self._unsealed = len(segments)
+        self._waves = [Waves.of(needs, segments) for needs in nodes] if options.overlap else []
+        self._unbegun = self._unsealed = len(segments)
+        self._committed = not options.early
+        self._early: list[tuple[_Engine, int]] = []
+        """Nodes that have all of what is not committed yet."""
 
     def run(self) -> Outcome:
         for trainer in self._trainers:
             self.clock.at(self._told(0.0), self._publish, trainer)
-        if self._options.early:
-            self.clock.at(0.0, self._fetch_all)
         self.clock.run()
         if len(self._outcome.done) < len(self._engines):
             raise RuntimeError(f"{len(self._outcome.done)} of {len(self._engines)} engines are done, the others wait")
@@ -266,18 +301,24 @@ class _Update:
             begin = self.clock.now + self.hardware.control / 2
             passed = partial(self._copied, trainer, rank)
             self.clock.at(begin, partial(self.links.stream, hops, float(self._segments[rank]), DMA_BYTES, passed))
+        self._unbegun -= len(trainer.ranks)
+        if self._options.early and not self._unbegun:
+            self.clock.at(self.clock.now + self.hardware.lateness, self._fetch_all)
 
     def _copied(self, trainer: _Trainer, rank: int, here: float) -> None:
-        trainer.came(rank, here)
         if here >= self._segments[rank]:
+            trainer.came(rank, here)
             self.clock.at(self._told(self.clock.now + self.hardware.control / 2), self._sealed)
+        elif self._options.early:
+            told = here // SLICE * SLICE
+            self.clock.at(self.clock.now + self.hardware.control / 4, trainer.came, rank, told)
 
     def _sealed(self) -> None:
         self._unsealed -= 1
         if not self._unsealed:
             self._outcome.committed = self.clock.now + self.hardware.durable
-            if not self._options.early:
-                self.clock.at(self._outcome.committed + self.hardware.lateness, self._fetch_all)
+            known = self._outcome.committed + self.hardware.lateness
+            self.clock.at(known, self._known if self._options.early else self._fetch_all)
 
     # the engines' nodes
 
@@ -290,17 +331,27 @@ class _Update:
     def _fetch(self, engine: _Engine, at: int) -> None:
         """Sources as the MetaServer names them; two round trips until a lane is open."""
         node, needs = engine.nodes[at], self._needs[at]
-        here = partial(self._here, engine)
-        fetch = _Fetch(node, needs, here, partial(self._upload, engine, at) if self._options.eager else _nothing)
-        wanted = needs.of_ranks(len(self._segments))
-        ranks = {int(rank): float(wanted[rank]) for rank in np.flatnonzero(wanted)}
+        arrived: Callable[[int], None] = _nothing
+        if self._options.overlap:
+            waves = self._waves[at]
+            engine.workers[at] = [
+                Worker(pieces, nbytes, partial(self._copy, engine, at, number))
+                for number, (pieces, nbytes) in enumerate(zip(waves.pieces, waves.nbytes, strict=True))
+            ]
+            arrived = partial(self._landed, engine, at, Told(needs.total))
+        fetch = _Fetch(node, needs, partial(self._here, engine, at), arrived)
+        fetch.workers = engine.workers[at]
+        engine.fetches[at] = fetch
+        ranks = np.unique(needs.rank).tolist()
         holders: dict[str, tuple[_Holder, Sequence[int]]] = {
             trainer.node.name: (trainer, trainer.ranks) for trainer in self._trainers
         }
-        if self._options.relayed:
-            holders |= {earlier.node.name: (earlier, list(ranks)) for earlier in self._fetches[at]}
+        holders |= {earlier.node.name: (earlier, ranks) for earlier in self._fetches[at]}
         self._fetches[at].append(fetch)
-        chosen = choose({name: held for name, (_, held) in holders.items()}, ranks, self._asked)
+        has = {name: held for name, (_, held) in holders.items()}
+        chosen = choose(self._versions[at], has, ranks, lambda name: 0, self._writers)
+        if chosen is None:
+            raise ValueError(f"no node has all of ranks {ranks[:3]} and so on")
         order = self._orders[at]
         rank_of = needs.rank[order]
         for name, taken in chosen.items():
@@ -308,44 +359,89 @@ class _Update:
             lane = _Lane(self, holders[name][0], fetch, mine)
             for _ in range(DEPTH):
                 lane.ask()
-        if self._options.eager and engine.begun == 0.0:
-            engine.begun = self.clock.now
 
-    def _here(self, engine: _Engine) -> None:
-        """All bytes of a node are there: it says so; the last of an engine's begins the round."""
-        self._outcome.fetched.append(self.clock.now)
-        if self._options.eager:
+    def _here(self, engine: _Engine, at: int) -> None:
+        """All bytes of a node are there, and committed: it says so; the last of an engine's begins the round."""
+        if not self._committed:
+            self._early.append((engine, at))
             return
+        engine.over[at] = True
+        self._outcome.fetched.append(self.clock.now)
         engine.missing -= 1
         answer = self._told(self.clock.now + self.hardware.control / 2)
         if not engine.missing:
-            late = self.hardware.lateness if len(engine.nodes) > 1 else 0.0
-            self.clock.at(answer + late + self.hardware.control / 2, self._apply, engine)
+            rounds = (2 if self._options.overlap else 1) if len(engine.nodes) > 1 else 0
+            late = rounds * self.hardware.lateness + (self.hardware.control if self._options.overlap else 0.0)
+            self.clock.at(answer + late + self.hardware.control / 2, self._agreed, engine)
 
-    def _apply(self, engine: _Engine) -> None:
-        engine.begun = self.clock.now
+    def _known(self) -> None:
+        """The engines' nodes know that it is committed."""
+        self._committed = True
+        early, self._early = self._early, []
+        for engine, at in early:
+            self._here(engine, at)
+
+    def _agreed(self, engine: _Engine) -> None:
+        engine.agreed = True
         for at, node in enumerate(engine.nodes):
-            for worker, nbytes in enumerate(self._needs[at].of_workers.tolist()):
-                hops = ((node.memory, GPU), (engine.gpus[at][worker], 0))
-                self.links.stream(hops, nbytes, DMA_BYTES, partial(self._applied, engine, nbytes))
+            for number, nbytes in enumerate(self._needs[at].of_workers.tolist()):
+                if self._options.overlap:
+                    if engine.workers[at][number].left < 1.0:
+                        self._one_done(engine)
+                    else:
+                        self._go(engine, at, number)
+                    continue
+                engine.begun = self.clock.now
+                hops = ((node.memory, GPU), (engine.gpus[at][number], 0))
+                done = partial(self._applied, engine, nbytes)
+                self.links.stream(hops, nbytes, DMA_BYTES, done, window=QUEUED)
 
     def _applied(self, engine: _Engine, wanted: float, here: float) -> None:
         if here >= wanted - 0.5:
             self._one_done(engine)
 
-    def _upload(self, engine: _Engine, at: int, piece: int) -> None:
-        """Eager: a piece goes on to the workers that need it as soon as it is there."""
-        shares, memory = self._needs[at].shares[piece], engine.nodes[at].memory
-        for worker in np.flatnonzero(shares).tolist():
-            hops = ((memory, GPU), (engine.gpus[at][worker], 0))
-            self.links.send(hops, float(shares[worker]), self._one_done, engine)
-
     def _one_done(self, engine: _Engine) -> None:
-        engine.copies -= 1
-        if not engine.copies:
+        engine.left -= 1
+        if not engine.left:
             now = self._told(self.clock.now + self.hardware.control / 2)
             self._outcome.done.append(now)
-            self._outcome.pauses.append(now - engine.begun)
+            self._outcome.pauses.append(now - (engine.begun or 0.0))
+
+    # workers that overlap
+
+    def _landed(self, engine: _Engine, at: int, told: Told, piece: int) -> None:
+        workers = engine.workers[at]
+        for number, wave in self._waves[at].touched[piece]:
+            workers[number].landed(wave)
+        if told.land(float(self._needs[at].nbytes[piece])):
+            for number, worker in enumerate(workers):
+                if worker.idle:
+                    self.clock.at(self.clock.now + self.hardware.control / 2, self._go, engine, at, number)
+
+    def _go(self, engine: _Engine, at: int, number: int) -> None:
+        worker, fetch = engine.workers[at][number], engine.fetches[at]
+        if fetch is not None and worker.idle:
+            worker.known = fetch.landed
+            fetch.go_on()
+        worker.go(self.clock.now)
+        if worker.begun is not None:
+            engine.begun = worker.begun if engine.begun is None else min(engine.begun, worker.begun)
+
+    def _copy(self, engine: _Engine, at: int, number: int, nbytes: float) -> None:
+        hops = ((engine.nodes[at].memory, GPU), (engine.gpus[at][number], 0))
+        done = partial(self._wave_done, engine, at, number, nbytes)
+        copy = partial(self.links.stream, hops, nbytes, DMA_BYTES, done, window=QUEUED)
+        self.clock.at(self.clock.now + self.hardware.launch, copy)
+
+    def _wave_done(self, engine: _Engine, at: int, number: int, wanted: float, here: float) -> None:
+        if here < wanted - 0.5:
+            return
+        worker = engine.workers[at][number]
+        worker.copied()
+        if worker.left < 1.0 and engine.agreed:
+            self._one_done(engine)
+        else:
+            self._go(engine, at, number)
 
 
 def _nothing(piece: int) -> None:
@@ -357,4 +453,5 @@ def _order(needs: Needs) -> Ints:
     counts = np.bincount(needs.rank)
     first = np.cumsum(counts) - counts
     number = np.arange(len(needs)) - first[needs.rank]
-    return np.lexsort((needs.rank, number / counts[needs.rank]))
+    turns = np.array([turn(rank) for rank in range(len(counts))])
+    return np.lexsort((turns[needs.rank], number / counts[needs.rank]))

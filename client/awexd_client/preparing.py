@@ -111,13 +111,18 @@ class Preparing(Phased):
         return prepared
 
     def _waves_of(
-        self, prepared: Prepared, set_digest: str, segments: Sequence[tuple[str, int, bool]], deadline: Deadline
+        self,
+        prepared: Prepared,
+        set_digest: str,
+        segments: Sequence[tuple[str, int, bool]],
+        pieces: Sequence[int],
+        deadline: Deadline,
     ) -> Sequence[Wave]:
-        """What is planned, in waves; made once."""
+        """What is planned, in waves; made once. ``pieces``: in which each rank's bytes come."""
         if not prepared.waves:
             sources = self._sources_of(set_digest, deadline)
             mapped = dict(zip(sources.ranks, prepared.mappings, strict=True))
-            prepared.waves.extend(waves(self._holding, sources, mapped, self._summed(sources, segments)))
+            prepared.waves.extend(waves(self._holding, sources, mapped, self._summed(sources, segments), pieces))
         return prepared.waves
 
     def _summed(self, sources: Sources, segments: Sequence[tuple[str, int, bool]]) -> tuple[int, ...] | None:

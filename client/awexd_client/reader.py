@@ -13,7 +13,7 @@ from awexd.protocol import MAX_DIFFERENCES, MAX_KEEP, MAX_REASONS, MAX_RING_BYTE
 from awexd_client.adapters.base import Adapter, EngineWeights
 from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline, check_whole, told
 from awexd_client.holding import Holding
-from awexd_client.overlapping import Overlapping
+from awexd_client.overlapping import Overlapping, Taken
 from awexd_client.session import Asked
 from awexd_client.tables import Sources
 from awexd_client.updates import Staged, State, TakenBack, UpdateResult, load_of_engine
@@ -344,7 +344,7 @@ class WorkerWeightsReader(Overlapping):
         if taken is None and self._state != "dirty":
             return self._stage(step, deadline)
         try:
-            staged = self._stage(step, deadline)
+            staged = self._stage(step, deadline, taken)
         except BaseException as error:
             self._give_up(error)
             raise
@@ -357,13 +357,17 @@ class WorkerWeightsReader(Overlapping):
         if self._state == "dirty" and not isinstance(error, DaemonUnavailable):
             self._release(None, dirty=True, error=error)
 
-    def _stage(self, step: int | None, deadline: Deadline) -> Staged:
+    def _stage(self, step: int | None, deadline: Deadline, taken: Taken | None = None) -> Staged:
+        """``taken``: for which its version was asked for already."""
         if step is not None:
             check_whole("step", step, 0, MAX_STEP)
         started = time.monotonic()
         self._settle_confirmed()
         self._refresh()
-        answer = self._resolve(step, deadline, stage=False)
+        if taken is not None and taken.resolved is not None:
+            started, answer = taken.asked, self._connection.answer(taken.resolved)[0]
+        else:
+            answer = self._resolve(step, deadline, stage=False)
         self._alone = answer["alone"]
         try:
             with self._in_use:
@@ -373,8 +377,8 @@ class WorkerWeightsReader(Overlapping):
             self._release(answer["lease"], error=error)
             # Just leased: if the daemon does not know of that any more, the trainer has given this attempt up.
             if answer["borrowed"] and (isinstance(error, AccessDenied) or _is_taken_back(error)):
-                taken = f"{self.job}: step {answer['step']} was taken back by its trainer; nothing was touched"
-                raise TakenBack(taken) from error
+                text = f"{self.job}: step {answer['step']} was taken back by its trainer; nothing was touched"
+                raise TakenBack(text) from error
             raise
         self._leased = answer["lease"]
         return Staged(
@@ -421,9 +425,7 @@ class WorkerWeightsReader(Overlapping):
         self._state, self._version, self._leased = "dirty", None, None
         began = staged.begun or time.monotonic()
         try:
-            if staged.taken is not None:
-                staged.taken.finish(sharing=self.world_size)
-            else:
+            if staged.taken is None:
                 meanwhile = self._check_unchanged if hidden else bool
                 staged.prepared.live.run(sharing=self.world_size, meanwhile=meanwhile)
             load_of_engine(holding.weights)
@@ -528,8 +530,7 @@ class WorkerWeightsReader(Overlapping):
             self._unmap_dropped("read.confirm")
 
     def _resolve(self, step: int | None, deadline: Deadline, *, stage: bool) -> dict[str, Any]:
-        lease_ms = int(max(deadline.seconds, 1.0) * 1000)
-        return self._ask("read.resolve", deadline.left(), step=step, lease_ms=lease_ms, stage=stage)
+        return self._ask("read.resolve", deadline.left(), **self._resolving(step, deadline, stage=stage))
 
     def _prefetch(self, step: int | None) -> None:
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
@@ -107,6 +107,15 @@ class Tables:
                 f"{difference.label} differs after the copy from what is held, first at {list(difference.index)} of "
                 "its part"
             )
+
+
+def run_all(tables: Sequence[Tables], *, sharing: int = 1) -> None:
+    """As ``Tables.run`` of each; raises as that does."""
+    if any(one.sums or one.bare.nbytes for one in tables):
+        for one in tables:
+            one.run(sharing=sharing)
+    else:
+        CopyTable.run_all([one.copies for one in tables], sharing=sharing)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

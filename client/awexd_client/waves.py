@@ -11,6 +11,7 @@ from awexd_client.holding import Holding
 from awexd_client.tables import Segments, Sources, Tables, build, comparison
 from awexd_transports.plan import Copy
 from awexd_transports.ranges import Ranges
+from awexd_transports.turns import turn
 from awexd_transports.view import View
 
 WAVE_BYTES = 64 << 20
@@ -75,7 +76,7 @@ class Here:
             row, inside = divmod(wanted.offset - column, wanted.stride)
             if inside + wanted.run <= run and self._rest(rank, wanted, row, there):
                 return True
-        return False
+        return self._rest(rank, wanted, 0, Ranges())
 
     def _rest(self, rank: int, wanted: Rows, first: int, there: Ranges) -> bool:
         """Whether the rows that came in no strip of several, as the last may, came by themselves."""
@@ -109,18 +110,22 @@ class Wave:
         return all(here.has(rank, rows) for rank, rows in self.needs)
 
 
-def waves(holding: Holding, sources: Sources, segments: Segments, summed: Collection[int] | None) -> tuple[Wave, ...]:
+def waves(
+    holding: Holding, sources: Sources, segments: Segments, summed: Collection[int] | None, pieces: Sequence[int]
+) -> tuple[Wave, ...]:
     """The copies into what the engine runs on, in the order in which pieces are fetched: of all ranks in turn.
 
     Args:
         summed: as of ``tables.prepare``.
+        pieces: in how many pieces each rank's bytes come.
     """
     copies = [copy for copy in sources.plan.copies if copy.destination_entry < holding.first_aside]
     read = [_read(copy, sources, segments) for copy in copies]
     count = max(1, min(WAVES, sum(one.nbytes for one in read) // WAVE_BYTES))
     base = comparison(sources, segments, summed)
     made = []
-    for part in _dealt(read, count):
+    sizes = [manifest.segment_nbytes for manifest in sources.manifests]
+    for part in _dealt(read, sizes, pieces, count):
         sums = base.fresh() if base is not None else None
         made.append(Wave(build(holding, sources, segments, sums, [one.copy for one in part]), tuple(_joined(part))))
     return tuple(made)
@@ -134,19 +139,30 @@ def _read(copy: Copy, sources: Sources, segments: Segments) -> _Read:
     return _Read(copy, Rows.of(view, start), view.nbytes)
 
 
-def _dealt(read: Iterable[_Read], count: int) -> Iterator[Sequence[_Read]]:
-    """By how far into what is read of their rank they lie; what is read in strips comes after all else."""
-    of_rank: defaultdict[tuple[bool, int], list[_Read]] = defaultdict(list)
-    for one in read:
-        of_rank[one.rows.rows > 1, one.copy.source].append(one)
-    dealt: defaultdict[tuple[bool, int], list[_Read]] = defaultdict(list)
-    for (strips, _), mine in of_rank.items():
-        mine.sort(key=lambda one: one.rows.offset)
-        total, before = sum(one.nbytes for one in mine), 0
-        for one in mine:
-            dealt[strips, count * before // max(1, total)].append(one)
-            before += one.nbytes
-    for _, part in sorted(dealt.items()):
+def _dealt(read: Iterable[_Read], sizes: Sequence[int], pieces: Sequence[int], count: int) -> Iterator[Sequence[_Read]]:
+    """So many parts of about as many bytes, by when they can be expected (``peers.fetcher``): by the piece that they
+    end in, as if a rank's lay evenly in its segment, and its rank's turn; what is read in strips comes after all else.
+
+    Args:
+        sizes: bytes of each rank's segment.
+    """
+
+    def expected(one: _Read) -> tuple[bool, float, int, int]:
+        rank = one.copy.source
+        several = max(1, pieces[rank])
+        piece = several * (one.rows.end - 1) // max(1, sizes[rank])
+        return one.rows.rows > 1, piece / several, turn(rank), one.rows.offset
+
+    order = sorted(read, key=expected)
+    room = -(-sum(one.nbytes for one in order) // count)
+    part, nbytes = list[_Read](), 0
+    for one in order:
+        if part and (nbytes >= room or (one.rows.rows > 1) != (part[-1].rows.rows > 1)):
+            yield part
+            part, nbytes = [], 0
+        part.append(one)
+        nbytes += one.nbytes
+    if part:
         yield part
 
 

@@ -17,7 +17,7 @@ class Arriving(Node):
     def begin(self, step: int, covers: frozenset[str] | None = None) -> Arrival:
         slot = self.slot()
         assert isinstance(slot, Segment)
-        return self.store.arrive(self.job, (1, step), step, [slot], covers, 4 * QUANTUM)
+        return self.store.arrive(self.job, (1, step), step, [slot], covers, [4], 4 * QUANTUM)
 
     def end(self, arrival: Arrival, until: float = 100.0) -> Version:
         version = self.store.commit_mirrored(self.job, arrival.key, arrival.attempt, list(arrival.segments))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,13 +14,13 @@ from hypothesis import strategies as st
 from benchmarks.simulation.hardware import GPUS, Hardware, measured
 from benchmarks.simulation.hops import bounds
 from benchmarks.simulation.needs import Needs
-from benchmarks.simulation.sources import choose
 from benchmarks.simulation.update import Options, simulate
+from benchmarks.simulation.waves import Waves
 
 MIB, GIB = 1 << 20, 1 << 30
 PLAIN = Hardware(
     down=50e9, up=50e9, nic=400e9, memory=4000e9, control=0.0, network=0.0, request=0.0, lateness=0.0, durable=0.0,
-    piece=0.0,
+    piece=0.0, launch=0.0,
 )  # fmt: skip
 
 
@@ -49,12 +48,12 @@ def test_update_of_one_node_takes_the_sum_of_its_hops() -> None:
     assert outcome.relayed == [0.0]
 
 
-def test_streamed_update_takes_little_more_than_its_slowest_hop() -> None:
+def test_overlapped_update_takes_little_more_than_its_slowest_hop() -> None:
     needs = needs_of_all(4 * GPUS, GIB)
     segments = [GIB] * 4 * GPUS
-    streamed = simulate(PLAIN, segments, [needs], 1, Options(early=True, eager=True))
+    overlapped = simulate(PLAIN, segments, [needs], 1, Options(early=True, overlap=True))
     slowest = max(bounds(PLAIN, segments, [needs]).values())
-    assert slowest <= streamed.seconds <= 1.25 * slowest
+    assert slowest <= overlapped.seconds <= 1.25 * slowest
     assert simulate(PLAIN, segments, [needs], 1).seconds > 1.8 * slowest
 
 
@@ -65,9 +64,9 @@ def test_each_barrier_left_out_saves_what_it_waits_for() -> None:
     early = simulate(PLAIN, segments, [needs], 1, Options(early=True))
     assert early.fetched[0] < early.committed + GPUS * GIB / 400e9 / 2
     assert early.seconds == pytest.approx(with_both - down, rel=0.1)
-    eager = simulate(PLAIN, segments, [needs], 1, Options(eager=True))
-    assert eager.seconds < with_both - 0.5 * down
-    assert eager.pauses[0] > simulate(PLAIN, segments, [needs], 1).pauses[0] * 0.9
+    overlapped = simulate(PLAIN, segments, [needs], 1, Options(overlap=True))
+    assert overlapped.seconds < with_both - 0.5 * down
+    assert overlapped.pauses[0] > simulate(PLAIN, segments, [needs], 1).pauses[0] * 0.9
 
 
 def test_latencies_come_on_top() -> None:
@@ -78,13 +77,13 @@ def test_latencies_come_on_top() -> None:
     assert after - before == pytest.approx(0.05 * 4 + 0.1 + 0.05 + 0.2 + 0.4 + 0.01 * 12, abs=0.02)
 
 
-def test_first_to_begin_serves_the_others_and_the_trainer_sends_the_model_once() -> None:
-    needs = needs_of_all(2 * GPUS, GIB)
+def test_trainers_nodes_send_what_an_engines_receives_and_the_rest_is_passed_on() -> None:
+    needs, model = needs_of_all(2 * GPUS, GIB), 2 * GPUS * GIB
     outcome = simulate(PLAIN, [GIB] * 2 * GPUS, [needs], 4)
-    assert sum(outcome.sent) == 2 * GPUS * GIB
-    assert outcome.relayed == [2 * GPUS * GIB] * 3 + [0.0]
+    assert outcome.sent == [model, model]  # each has half of it
+    assert outcome.relayed == [model, model, 0.0, 0.0]
     assert len(outcome.done) == 4
-    assert outcome.received == [2 * GPUS * GIB] * 4
+    assert outcome.received == [model] * 4
 
 
 def test_no_gpu_is_written_before_all_nodes_of_its_engine_have_all() -> None:
@@ -116,16 +115,15 @@ def test_outcome_is_the_same_every_time() -> None:
     st.sampled_from([0.3, 1.0, 5.0]),
     st.booleans(),
     st.booleans(),
-    st.booleans(),
 )
 def test_nothing_is_faster_than_its_hops_and_no_byte_is_missing(
-    trainers: int, nodes: int, engines: int, memory: float, early: bool, eager: bool, relayed: bool
+    trainers: int, nodes: int, engines: int, memory: float, early: bool, overlap: bool
 ) -> None:
     ranks = trainers * GPUS
     hardware = replace(PLAIN, memory=memory * 600e9, piece=20e-6, lateness=1e-3, request=1e-4)
     each = [needs_of_all(ranks, 128 * MIB) for _ in range(nodes)]
     segments = [128 * MIB] * ranks
-    outcome = simulate(hardware, segments, each, engines, Options(early, eager, relayed))
+    outcome = simulate(hardware, segments, each, engines, Options(early, overlap))
     assert outcome.seconds >= max(bounds(hardware, segments, each).values())
     assert outcome.received == [needs.total for _ in range(engines) for needs in each]
     assert sum(outcome.sent) + sum(outcome.relayed) == sum(outcome.received)
@@ -134,24 +132,21 @@ def test_nothing_is_faster_than_its_hops_and_no_byte_is_missing(
 
 def test_needs_that_nobody_meets_are_an_error() -> None:
     needs = needs_of_all(GPUS, 64 * MIB)
-    with pytest.raises(ValueError, match=r"no node has ranks \[8, 9, 10\]"):
+    with pytest.raises(ValueError, match=r"no node has all of ranks \[8, 9, 10\]"):
         simulate(PLAIN, [GIB] * GPUS, [replace(needs, rank=needs.rank + GPUS)], 1)
-    with pytest.raises(RuntimeError, match="0 of 1 engines"):
-        simulate(PLAIN, [GIB] * GPUS, [replace(needs, shares=0 * needs.shares)], 1, Options(eager=True))
 
 
-def test_all_is_taken_from_one_that_has_all_and_of_those_from_the_least_asked() -> None:
-    has = {"t0": range(8), "t1": range(8, 16), "e0": range(16), "e1": range(16)}
-    wanted = dict.fromkeys(range(16), 10.0)
-    asked = Counter({"e0": 1})
-    assert choose(has, wanted, asked) == {"e1": frozenset(range(16))}
-    assert asked == {"e0": 1, "e1": 160}
-    assert choose({"t0": range(8), "t1": range(8, 16)}, wanted, asked) == {
-        "t0": frozenset(range(8)),
-        "t1": frozenset(range(8, 16)),
-    }
-    with pytest.raises(ValueError, match="no node has ranks"):
-        choose({"t0": range(8)}, wanted, asked)
+def test_waves_have_every_byte_once_and_come_in_the_order_of_pieces() -> None:
+    needs = needs_of_all(2 * GPUS, GIB)
+    waves = Waves.of(needs, [GIB] * 2 * GPUS)
+    assert [sum(nbytes) for nbytes in waves.nbytes] == [pytest.approx(one) for one in needs.of_workers]
+    for worker, pieces in enumerate(waves.pieces):
+        assert sum(pieces) == sum(one == worker for touched in waves.touched for one, _ in touched)
+    shared = np.full_like(needs.shares, 32 * MIB)
+    every = Waves.of(replace(needs, shares=shared), [GIB] * 2 * GPUS)
+    assert every.pieces[0] == every.pieces[-1]
+    last = [max(wave for worker, wave in touched if worker == 0) for touched in every.touched]
+    assert last[: GIB // (32 * MIB)] == sorted(last[: GIB // (32 * MIB)])  # of one rank
 
 
 def test_rates_are_those_of_the_results(tmp_path: Path) -> None:
@@ -163,7 +158,7 @@ def test_rates_are_those_of_the_results(tmp_path: Path) -> None:
     put("control", control_p50=2.0)
     assumed = measured(1e-4, tmp_path)
     assert (assumed.down, assumed.up, assumed.control, assumed.piece) == (40e9, 30e9, 2e-3, 1e-4)
-    assert {"requests assumed", "lateness assumed"} <= {*assumed.sources}
+    assert {"requests assumed", "lateness assumed", "launches assumed"} <= {*assumed.sources}
     (tmp_path / "nodes.json").write_text(
         json.dumps([{"name": "metaserver-requests", "value": 500.0}, {"name": "metaserver-lateness-p99", "value": 7.0}])
     )

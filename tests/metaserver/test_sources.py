@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from awexd.metaserver.model import Piece, Version
-from awexd.metaserver.sources import choose
+from awexd.metaserver.sources import SLACK, choose
 
 MB = 1 << 20
 
@@ -38,7 +38,7 @@ def test_no_writers_node_sends_more_than_an_engines_receives(sizes: list[int], n
     assert sum(version.asked.values()) == engines * total
     for node, asked in version.asked.items():
         if node.startswith("t"):
-            assert asked <= total
+            assert asked <= SLACK * total
         else:
             assert asked < engines * total  # it never sends to itself
 

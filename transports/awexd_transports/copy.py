@@ -162,6 +162,16 @@ class CopyTable:
         jobs = [work] * min(wanted, MAX_THREADS, self._jobs.tiles)
         spread([*jobs, *(batch.run for batch in self._batches)], _call, wanted)
 
+    @staticmethod
+    def run_all(tables: Sequence[CopyTable], *, sharing: int = 1) -> None:
+        """As ``run`` of each. Of those that only have a device copy, all are launched before the first is awaited."""
+        away = [table._away for table in tables if table._away and table._away.plain and not table._rows]
+        if len(away) == len(tables):
+            DeviceCopies.run_all(away)
+            return
+        for table in tables:
+            table.run(sharing=sharing)
+
     @property
     def on_device(self) -> bool:
         """Whether devices have a part in it."""

@@ -141,6 +141,27 @@ class DeviceCopies:
         if self._checks:
             self._checks.finish(rest)
 
+    @property
+    def plain(self) -> bool:
+        """Nothing is summed, and nothing comes after a batch."""
+        return not self._checks and not any(batch.awaited for batch in self._batches)
+
+    @staticmethod
+    def run_all(copies: Sequence[DeviceCopies]) -> None:
+        """All that is ``plain``, one after the other, and no launch waits for the end of the one before."""
+        import torch
+
+        for each in copies:
+            each._synchronize()
+        try:
+            with torch.inference_mode():
+                for each in copies:
+                    for number, batch in enumerate(each._batches):
+                        each._send(number, batch)
+        finally:
+            for each in copies:
+                each._synchronize()
+
     def _sum(self, batch: _Batch, arrived: Sequence[Any], threads: int, sharing: int) -> None:
         if batch.awaited:
             for event in arrived:
