@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from operator import itemgetter
 
-from awexd.peers.arrivals import Arrivals, Arrived, RowsArrived, wanted_of
+from awexd.peers.arrivals import Arrivals, Arrived, Came, RowsArrived, wanted_of
 from awexd.peers.cells import Cells, Checked
 from awexd.peers.pace import Pace, slowest
 from awexd.peers.pieces import Pieces, cut_up
@@ -46,6 +46,8 @@ class Fetcher:
         arrived: told of bytes that are there and right.
         here: by rank, what of it is there already, and right.
         rows: by rank, pieces of several rows that are wanted beside ``wants``; ``rows_arrived`` is told of those.
+        came: where it is still written: it is asked for in the order of that, and tables of checksums only once it is
+            ``sealed``. Told of bytes that are there and wait for that; they may be wrong, and come again.
 
     Attributes:
         delivered: bytes by source.
@@ -67,6 +69,7 @@ class Fetcher:
         rows: Mapping[int, Collection[Piece]] | None = None,
         rows_arrived: RowsArrived = lambda piece: None,
         settings: PeerSettings | None = None,
+        came: Came | None = None,
     ) -> None:
         wanted_of(wants, memories)
         rows, here = rows or {}, here or {}
@@ -83,9 +86,12 @@ class Fetcher:
                 rows.get(rank, ()),
                 rows_arrived,
                 here.get(rank),
+                came,
             )
             for rank, wanted in wants.items()
         }
+        self._early = came is not None
+        self._run: _Run | None = None
         self._running = False
         self.delivered: Counter[str] = Counter()
         self.failed: dict[str, AwexdError] = {}
@@ -108,6 +114,12 @@ class Fetcher:
         """What is there and right."""
         return self._ranks[rank].right.copy()
 
+    def sealed(self) -> None:
+        """What is fetched early is complete at its sources now."""
+        self._early = False
+        if self._run is not None:
+            self._run.ask_for_tables()
+
     async def run(self, sources: Iterable[Source], within: float) -> None:
         """Returns when all is there. However it ends, nothing is written or read any more.
 
@@ -128,9 +140,10 @@ class Fetcher:
             return
         self._running = True
         try:
-            await _Run(self, sources).to_its_end(within)
+            self._run = _Run(self, sources)
+            await self._run.to_its_end(within)
         finally:
-            self._running = False
+            self._running, self._run = False, None
 
 
 class _Run:
@@ -146,8 +159,12 @@ class _Run:
         # Ranks in turn: whoever passes on what it is still fetching has some of each early, not the last at its end.
         wanted = [list(cut_up(rank.pieces(), self._settings.piece_bytes)) for rank in fetcher._ranks.values()]
         in_turn = [(at / len(parts), *part) for parts in wanted for at, part in enumerate(parts)]
+        self._tables: list[Piece] = []
         for _, piece, first in sorted(in_turn, key=itemgetter(0)):
-            self._pieces.add(piece, first=first)
+            if first and fetcher._early:
+                self._tables.append(piece)
+            else:
+                self._pieces.add(piece, first=first)
         self._streams = {source.node: self._settings.streams for source in sources}
         self._paces: dict[Lane, Pace] = {}
         self._strikes: Counter[str] = Counter()
@@ -156,6 +173,13 @@ class _Run:
         self._failures = fetcher.failed = dict[str, AwexdError]()
         self._changed = asyncio.Event()
         self._ended = asyncio.Event()
+
+    def ask_for_tables(self) -> None:
+        """They are there now; what has waited for them is compared, and the rest as it comes."""
+        tables, self._tables = self._tables, []
+        for piece in tables:
+            self._pieces.add(piece, first=True)
+        self._change()
 
     async def to_its_end(self, within: float) -> None:
         fetcher, sources = self._fetcher, self._sources
@@ -216,7 +240,9 @@ class _Run:
 
     def _stranded(self) -> bool:
         """Whether no source can give more: what is left is nobody's."""
-        return not self._under_way and not self._pieces.anybodys()
+        if self._under_way or self._pieces.anybodys():
+            return False
+        return not self._tables or self._pieces.nobodys() is not None
 
     async def _use(self, lane: Lane, source: Source) -> None:
         self._paces[lane] = Pace(lane, source)
