@@ -26,6 +26,7 @@ from awexd.peers.threads import in_thread
 from awexd.service import Service
 from awexd.store import Segment, Version, Wait
 from awexd.store.model import Job, Listing, Mirror, Part, VersionKey
+from awexd.tickets import decode
 from awexd_transports.base import Memory, Piece, Source, Subject
 from awexd_transports.errors import (
     AwexdError,
@@ -84,7 +85,10 @@ class Bringing:
     Attributes:
         sources: the nodes that it comes from now.
         phase: what is waited for, for people.
+        early: it is still written.
     """
+
+    early = False
 
     def __init__(
         self,
@@ -142,6 +146,7 @@ class Bringing:
             "bytes": self._wanted,
             "version_bytes": self._listed.nbytes,
             "here_bytes": self.here,
+            "received_bytes": sum(self._fetcher.delivered.values()) if self._fetcher else 0,
             "bytes_per_second": int(self.here / seconds),
             "sources": list(self.sources),
             "route": self._means.transport.name,
@@ -254,6 +259,7 @@ class Bringing:
         try:
             wanted = {rank: need for rank, need in needs.ranks.items() if rank in self._segments}
             await self._all(wanted, memories, {}, offer)
+            await self._settled()
             self._check_wanted(whole=True)
             version = self._commit(self._part(needs))
             if offer is not None and means.serving is not None:
@@ -262,6 +268,9 @@ class Bringing:
         finally:
             if version is None and offer is not None and means.serving is not None:
                 await means.serving.give_up(offer, ranks)
+
+    async def _settled(self) -> None:
+        """Returns once what is here may be committed here."""
 
     def _part(self, needs: Needs) -> Part | None:
         """What will be here."""
@@ -293,6 +302,7 @@ class Bringing:
             rows_arrived=offer.extend_rows if offer is not None else _ignore_rows,
             here=here,
             settings=PEERS,
+            came=(offer.pass_on if offer is not None else _ignore_rows) if self.early else None,
         )
         self._wanted = fetcher.left
         if offer is not None:
@@ -354,6 +364,8 @@ class Bringing:
         host, _, port = row["address"].rpartition(":")
         holds = {int(rank): Ranges([(0, self._listed.pieces[rank][1])]) for rank in row["ranks"]}
         where = (row["source"], host.strip("[]"), int(port))
+        if decode(row["ticket"].encode()).attempt != self._listed.attempt:  # the step is being written anew
+            raise VersionUnavailable(f"{self._job.name}: {_named(self._key)} is of another attempt now")
         return Source(*where, row["ticket"].encode(), bytes.fromhex(row["key"]), holds)
 
     def _announce(self, sources: list[Source]) -> None:
