@@ -311,6 +311,7 @@ OPERATIONS: dict[str, dict[str, Check]] = {
     "write.slot": {},
     "write.publish": {"step": _STEP, "set": _digest, "segment": _text, "checksums": _boolean},
     "write.begin": {"step": _STEP, "set": _digest},
+    "write.progress": {**_ATTEMPTED, "nbytes": _whole(0, 1 << 60), "checksums": _boolean},
     "write.seal": {**_ATTEMPTED, "checksums": _boolean},
     "write.abort": {
         **_ATTEMPTED,

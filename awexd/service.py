@@ -26,7 +26,7 @@ from awexd.records import Records
 from awexd.shelf import Shelf
 from awexd.store import Segment, Store, Wait, parking
 from awexd.store.ledger import Session
-from awexd.store.model import Job
+from awexd.store.model import Attempt, Job
 from awexd.store.slots import mappable
 from awexd_transports.errors import (
     AccessDenied,
@@ -115,6 +115,10 @@ class Service:
         """Called with the id of a segment of shared memory that goes."""
         self.across: Callable[[Job], Across] | None = None
         """The MetaServer, for the ranks of a joined job."""
+        self.progressed: Callable[[Job, Attempt], None] | None = None
+        """Called with an attempt of which more is written; None where other nodes fetch nothing from here."""
+        self.early: Callable[[Job], bool] = lambda job: False
+        """Whether other nodes will fetch what is written of that job next, and may begin meanwhile."""
         self.forwards: dict[str, Forward] = {}
         """By session."""
         self.ended: list[Callable[[str], None]] = []

@@ -328,6 +328,11 @@ class App:
         missing = sorted(set(range(job.world_size)) - attempt.sealed.keys()) if attempt and not committed else []
         return self._told({"committed": committed, "missing": missing}, routed.job)
 
+    def _foretell(self, connection: Connection, routed: Routed, body: Body) -> Outcome:
+        where = (body["node"], body["run"], routed.job, body["epoch"], body["step"])
+        self._state.foretell(*where, body["attempt"], {rank: Piece(*p) for rank, p in _by_rank(body["pieces"]).items()})
+        return self._told({}, routed.job)
+
     def _abort(self, connection: Connection, routed: Routed, body: Body) -> Outcome:
         where = (body["node"], body["run"], routed.job, body["epoch"], body["step"])
         aborted = self._state.abort(*where, body["attempt"], body["reason"])
@@ -471,12 +476,18 @@ def _report_of(body: Body) -> Report:
         waiting=frozenset(body["waiting"]),
         fetching=frozenset(body["fetching"]),
         home=body["home"],
+        coming=tuple(map(_coming, body["coming"])),
     )
 
 
 def _held(one: Body) -> Held:
     pieces = {rank: Piece(*piece) for rank, piece in _by_rank(one["pieces"]).items()}
     return Held((one["epoch"], one["step"]), one["attempt"], pieces, one["parts"], frozenset(one["whole"]))
+
+
+def _coming(one: Body) -> Held:
+    pieces = {rank: Piece(*piece) for rank, piece in _by_rank(one["pieces"]).items()}
+    return Held((one["epoch"], one["step"]), one["attempt"], pieces)
 
 
 def _is_loopback(host: str) -> bool:

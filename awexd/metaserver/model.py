@@ -61,20 +61,6 @@ class Node:
 
 
 @dataclass(slots=True)
-class Attempt:
-    """One try at a version by all writer ranks of all nodes.
-
-    ``begun``: ranks that write, and on which node; ``sealed``: those that are done.
-    """
-
-    number: int
-    epoch: int
-    step: int
-    begun: dict[int, str] = field(default_factory=dict)
-    sealed: dict[int, Piece] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
 class Version:
     """A committed version.
 
@@ -103,6 +89,33 @@ class Version:
     def held(self) -> bool:
         """Whether every piece is on some node."""
         return len(frozenset().union(*self.holders.values())) == self.world_size
+
+    def leave(self, node: str) -> None:
+        """That node brings it to itself no more."""
+        self.fetching.pop(node, None)
+        self.parts.pop(node, None)
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One try at a version by all writer ranks of all nodes.
+
+    Attributes:
+        begun: ranks that write, and on which node.
+        sealed: those that are done.
+        pieces: what ranks will seal, of those whose nodes have said so and let others fetch it as it is written.
+        coming: once that is known of all: the version that it will be, if it is committed.
+        local: the node that has all writers decides what becomes of it, whatever is thought of it here.
+    """
+
+    number: int
+    epoch: int
+    step: int
+    begun: dict[int, str] = field(default_factory=dict)
+    sealed: dict[int, Piece] = field(default_factory=dict)
+    pieces: dict[int, Piece] = field(default_factory=dict)
+    coming: Version | None = None
+    local: bool = False
 
 
 class Grant(NamedTuple):
@@ -137,6 +150,7 @@ class Report(NamedTuple):
         waiting: ranks on this node whose fellows are not all there.
         fetching: versions that the node brings to itself.
         home: processes exchange the job's weights, which this node decides.
+        coming: where ``local``: what is still written and may be fetched already.
     """
 
     local: bool
@@ -152,6 +166,7 @@ class Report(NamedTuple):
     waiting: frozenset[int] = frozenset()
     fetching: frozenset[VersionKey] = frozenset()
     home: bool = False
+    coming: tuple[Held, ...] = ()
 
 
 @dataclass(slots=True)
@@ -217,16 +232,22 @@ class Job:
         """Newest first."""
         return [self.versions[key] for key in sorted(self.versions, reverse=True)]
 
+    def coming(self) -> list[Version]:
+        """What may be fetched though it is not committed, and may never be; in order of steps."""
+        return [attempt.coming for _, attempt in sorted(self.attempts.items()) if attempt.coming is not None]
+
     def digests(self) -> Iterable[str]:
         """Every manifest that is in use."""
         for member in (*self.members.values(), *(self.pending.members.values() if self.pending else ())):
             yield member.digest
         for attempt in self.attempts.values():
             yield from (piece.digest for piece in attempt.sealed.values())
+            yield from (piece.digest for piece in attempt.pieces.values())
         for version in self.versions.values():
             yield from (piece.digest for piece in version.pieces.values())
         for report in self.reports.values():
             yield from report.used
+            yield from (piece.digest for held in report.coming for piece in held.pieces.values())
 
 
 class Record(NamedTuple):

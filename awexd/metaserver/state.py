@@ -153,10 +153,11 @@ class State:
         if job.home == node:
             job.home = None
         for version in job.versions.values():
+            version.leave(node)
             version.holders.pop(node, None)
-            version.fetching.pop(node, None)
-            version.parts.pop(node, None)
             version.whole.pop(node, None)
+        for coming in job.coming():
+            coming.leave(node)
         writing.trim(job)
         self.touched.add(job.name)
 
@@ -210,6 +211,8 @@ class State:
         self._withdraw(job, node, report)
         for held in sorted(report.versions):
             self._adopt_version(job, node, held)
+        if (report.coming or job.attempts) and writing.foretell_local(job, node, report.coming):
+            self.touched.add(job.name)
 
     def _withdraw(self, job: Job, node: str, report: Report) -> None:
         """What a node of the trainer has rolled back or dropped."""
@@ -223,7 +226,11 @@ class State:
         if epoch != job.epoch or step <= job.high or len(held.pieces) != job.world_size:
             return
         ranks = frozenset(held.pieces)
-        writing.remember_commit(job, Version(held.key, held.attempt, job.world_size, dict(held.pieces), {node: ranks}))
+        version = Version(held.key, held.attempt, job.world_size, dict(held.pieces), {node: ranks})
+        attempt = job.attempts.get(step)
+        if attempt is not None and attempt.local:
+            writing.take_over(version, job.attempts.pop(step))
+        writing.remember_commit(job, version)
         self._record(job)
         self.note("committed", job.name, node, f"epoch {epoch} step {step} committed on {node}")
 
@@ -231,6 +238,9 @@ class State:
         """Which pieces of which committed versions the node has now."""
         refused: list[VersionKey] = []
         holds: dict[VersionKey, Held] = {}
+        for coming in job.coming() if job.attempts else ():
+            if coming.key not in report.fetching:
+                coming.leave(node)
         if not report.versions and not job.versions:
             return refused
         for held in report.versions:
@@ -363,6 +373,14 @@ class State:
         self.touched.add(job_name)
         return job.attempt_of((epoch, step)) == attempt
 
+    def foretell(
+        self, name: str, run: str, job_name: str, epoch: int, step: int, attempt: int, pieces: Mapping[int, Piece]
+    ) -> None:
+        """What ranks of that node will seal; see ``writing.foretell``."""
+        self.node(name, run)
+        if writing.foretell(self.find(job_name), name, epoch, step, attempt, pieces):
+            self.touched.add(job_name)
+
     def abort(self, name: str, run: str, job_name: str, epoch: int, step: int, attempt: int | None, why: str) -> bool:
         """Whether there was an attempt to discard; see ``writing.abort``."""
         self.node(name, run)
@@ -493,6 +511,8 @@ class State:
     ) -> list[Grant]:
         """Leave to fetch a version, or these ranks of it, from one node or from several that together have them.
 
+        One that is still written is fetched as it comes.
+
         Whoever asks counts as fetching from then on, and may be asked itself by those that begin later: so a trainer's
         nodes serve few, however many fetch at once. ``parts``: of what it brings, where that is not all.
 
@@ -501,7 +521,7 @@ class State:
         """
         target = self.node(name, run)
         job = self.find(job_name)
-        version = job.versions.get(key)
+        version = job.versions.get(key) or next((coming for coming in job.coming() if coming.key == key), None)
         wanted = frozenset(ranks if ranks is not None else range(version.world_size if version else 0))
         found = None
         if version is not None:

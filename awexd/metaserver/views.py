@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from awexd.metaserver.model import Job, Node
+from awexd.metaserver.model import Job, Node, Version
 
 SHOWN_ABORTS = 8
 
@@ -59,24 +59,26 @@ def view(job: Job) -> dict[str, Any]:
         "home": job.home,
         "waiting": [{"node": node, "ranks": sorted(ranks)} for node, ranks in sorted(_waiting(job).items())],
         "ranks": [{"rank": rank, "node": m.node, "digest": m.digest} for rank, m in sorted(job.members.items())],
-        "pieces": [
-            {
-                "epoch": version.key[0],
-                "step": version.key[1],
-                "attempt": version.attempt,
-                "world_size": version.world_size,
-                "bytes": version.nbytes,
-                "pieces": [[rank, *piece] for rank, piece in sorted(version.pieces.items())],
-                "fetching": list(version.fetching),
-                "parts": dict(sorted(version.parts.items())),
-                "holders": {node: sorted(ranks) for node, ranks in sorted(version.holders.items())},
-            }
-            for version in job.listed()
-        ],
+        "pieces": [_version(version) for version in job.listed()],
+        "coming": [_version(version) for version in job.coming()],
         "aborted": {str(number): why for number, why in job.aborted.items()},
         "engines": [
             {"node": node, **engine} for node, report in sorted(job.reports.items()) for engine in report.engines
         ],
+    }
+
+
+def _version(version: Version) -> dict[str, Any]:
+    return {
+        "epoch": version.key[0],
+        "step": version.key[1],
+        "attempt": version.attempt,
+        "world_size": version.world_size,
+        "bytes": version.nbytes,
+        "pieces": [[rank, *piece] for rank, piece in sorted(version.pieces.items())],
+        "fetching": list(version.fetching),
+        "parts": dict(sorted(version.parts.items())),
+        "holders": {node: sorted(ranks) for node, ranks in sorted(version.holders.items())},
     }
 
 

@@ -9,6 +9,7 @@ from awexd.metaserver.model import (
     MAX_VERSIONS,
     REMEMBERED_ABORTS,
     Attempt,
+    Held,
     Job,
     Member,
     Piece,
@@ -137,6 +138,9 @@ def begin(job: Job, node: str, epoch: int, step: int, ranks: Iterable[int], numb
         raise VersionConflict(f"{job.name}: step {step} is not after step {job.high} of epoch {epoch}; {held}")
     _leave_other_steps(job, step, ranks)
     attempt = job.attempts.get(step)
+    if attempt is not None and (anew := ranks & attempt.pieces.keys() - attempt.sealed.keys()):
+        abort_attempt(job, attempt, f"{describe_ranks(anew)} began it anew")  # others may have what was there before
+        attempt = None
     if attempt is None:
         if len(job.attempts) >= MAX_ATTEMPTS:
             raise BudgetExceeded(f"{job.name}: {MAX_ATTEMPTS} steps are being written already; abort some")
@@ -175,6 +179,53 @@ def seal(
     if len(attempt.sealed) < job.world_size:
         return None
     return _commit(job, attempt)
+
+
+def foretell(job: Job, node: str, epoch: int, step: int, number: int, pieces: Mapping[int, Piece]) -> bool:
+    """What these ranks will seal, which others may fetch as it is written; True once that is known of all ranks.
+
+    Of an attempt that is over, or was taken up again, it is of no use, and harmless.
+
+    Raises:
+        EpochChanged: a newer epoch is open.
+        VersionConflict: a rank is not this node's, or has said otherwise.
+    """
+    _check_current(job, node, epoch, pieces)
+    attempt = job.attempts.get(step)
+    if attempt is None or attempt.number != number or any(attempt.begun.get(rank) != node for rank in pieces):
+        return False
+    for rank, piece in pieces.items():
+        if attempt.pieces.get(rank, piece) != piece:
+            raise VersionConflict(f"{job.name}: rank {rank} writes other bytes in attempt {number} than it has told")
+    attempt.pieces.update(pieces)
+    if attempt.coming is not None or len(attempt.pieces) < job.world_size:
+        return False
+    attempt.coming = _coming(job, attempt)
+    return True
+
+
+def foretell_local(job: Job, node: str, told: Iterable[Held]) -> bool:
+    """All that the node that has all writers lets others fetch while it is written; whether that has changed.
+
+    What it does not tell any more is over: committed, as its versions say, or aborted.
+    """
+    wanted = {
+        held.key[1]: held
+        for held in told
+        if held.key[0] == job.epoch and held.key[1] > job.high and len(held.pieces) == job.world_size
+    }
+    before = [attempt for attempt in job.attempts.values() if attempt.local]
+    for attempt in before:
+        held = wanted.get(attempt.step)
+        if held is None or (held.attempt, dict(held.pieces)) != (attempt.number, attempt.pieces):
+            abort_attempt(job, attempt, f"it is over on node {node}")
+    for step, held in wanted.items():
+        if step not in job.attempts:
+            begun, pieces = dict.fromkeys(held.pieces, node), dict(held.pieces)
+            attempt = Attempt(held.attempt, job.epoch, step, begun, pieces=pieces, local=True)
+            attempt.coming = _coming(job, attempt)
+            job.attempts[step] = attempt
+    return before != [attempt for attempt in job.attempts.values() if attempt.local]
 
 
 def abort(job: Job, node: str, epoch: int, step: int, number: int | None, reason: str) -> bool:
@@ -224,6 +275,14 @@ def withdraw(job: Job, attempts: Collection[int], why: str) -> list[VersionKey]:
     return gone
 
 
+def take_over(version: Version, attempt: Attempt) -> None:
+    """If it was committed in that attempt, who fetches it goes on."""
+    coming = attempt.coming
+    if coming is not None and (coming.attempt, coming.pieces) == (version.attempt, version.pieces):
+        version.fetching, version.parts = coming.fetching, coming.parts
+        version.whole, version.asked = coming.whole, coming.asked
+
+
 def abort_all(job: Job, why: str) -> None:
     for attempt in list(job.attempts.values()):
         abort_attempt(job, attempt, why)
@@ -231,7 +290,8 @@ def abort_all(job: Job, why: str) -> None:
 
 def abort_attempt(job: Job, attempt: Attempt, why: str) -> None:
     del job.attempts[attempt.step]
-    remember_abort(job, attempt.number, why)
+    if not attempt.local:
+        remember_abort(job, attempt.number, why)
 
 
 def remember_abort(job: Job, number: int, why: str) -> None:
@@ -269,21 +329,28 @@ def epoch_changed(job: Job, seen: int) -> EpochChanged:
 
 
 def _commit(job: Job, attempt: Attempt) -> Version:
-    holders: dict[str, set[int]] = {}
-    for rank in attempt.sealed:
-        holders.setdefault(attempt.begun[rank], set()).add(rank)
-    version = Version(
-        (attempt.epoch, attempt.step),
-        attempt.number,
-        job.world_size,
-        dict(sorted(attempt.sealed.items())),
-        {node: frozenset(ranks) for node, ranks in holders.items()},
-    )
+    key, pieces = (attempt.epoch, attempt.step), dict(sorted(attempt.sealed.items()))
+    version = Version(key, attempt.number, job.world_size, pieces, _holders(attempt, pieces))
+    take_over(version, attempt)
     del job.attempts[attempt.step]
     remember_commit(job, version)
     for older in [other for other in job.attempts.values() if other.step < attempt.step]:
         abort_attempt(job, older, f"step {attempt.step} was committed first")
     return version
+
+
+def _coming(job: Job, attempt: Attempt) -> Version:
+    key, pieces = (attempt.epoch, attempt.step), dict(sorted(attempt.pieces.items()))
+    holders = _holders(attempt, pieces)
+    return Version(key, attempt.number, job.world_size, pieces, holders, whole=dict(holders))
+
+
+def _holders(attempt: Attempt, ranks: Iterable[int]) -> dict[str, frozenset[int]]:
+    """Of these ranks, which each node has."""
+    holders: dict[str, set[int]] = {}
+    for rank in ranks:
+        holders.setdefault(attempt.begun[rank], set()).add(rank)
+    return {node: frozenset(found) for node, found in holders.items()}
 
 
 def _taken_up(job: Job, step: int, number: int, current: Attempt | None, first: int) -> Attempt:

@@ -22,7 +22,7 @@ from awexd.background import Signals
 from awexd.config import Settings
 from awexd.nodes.metaclient import MetaClient, tls_context, token_for
 from awexd.service import Service
-from awexd.store.model import Engine, Job, Version, VersionKey
+from awexd.store.model import Attempt, Engine, Job, Version, VersionKey
 from awexd.tickets import KEY_BYTES
 from awexd_transports.base import Admission
 from awexd_transports.errors import AwexdError, BudgetExceeded, DaemonUnavailable, DeadlineExceeded
@@ -268,7 +268,20 @@ def report_of(job: Job) -> dict[str, Any]:
         "withdrawn": list(job.withdrawn),
         "fetching": [job.mirror.fetching] if job.mirror is not None and job.mirror.fetching else [],
         "home": exchanged(job),
+        "coming": [_coming(job, attempt) for attempt in _foretold(job)],
     }
+
+
+def _foretold(job: Job) -> list[Attempt]:
+    """What other nodes may fetch before its commit; that of a joined job is told apart."""
+    alone = job.joined is None and job.mirror is None
+    return [one for one in job.attempts.values() if alone and len(one.written) == job.world_size]
+
+
+def _coming(job: Job, attempt: Attempt) -> dict[str, Any]:
+    segments = [job.segments[attempt.segments[rank]] for rank in sorted(attempt.written)]
+    pieces = [[one.rank, one.digest, one.nbytes, one.checksums] for one in segments]
+    return {"epoch": attempt.epoch, "step": attempt.step, "attempt": attempt.number, "pieces": pieces}
 
 
 def exchanged(job: Job) -> bool:
@@ -308,6 +321,8 @@ def _digests(job: Job) -> Iterable[str]:
     yield from (writer.digest for writer in job.writers.values())
     for version in job.kept():
         yield from () if version.borrowed else version.digests
+    for attempt in _foretold(job):
+        yield from (job.segments[segment_id].digest for segment_id in attempt.segments.values())
     for engine in job.engines.values():
         yield from (worker.digest for worker in engine.workers.values())
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from awexd import access
 from awexd.nodes.announcing import Announcer
+from awexd.nodes.early import Early, newest_coming
 from awexd.nodes.extending import Extending
 from awexd.nodes.joining import Joining
 from awexd.nodes.looking import arrives, look
@@ -190,7 +191,7 @@ class Follow:
     def look(self) -> None:
         """The job has changed here."""
         self._readers.look()
-        if self._fetch is not None and self.bringing is not None and not self.bringing.good:
+        if self._fetch is not None and self.bringing is not None and not self._still(self.bringing):
             self._fetch.cancel()
         self._wake.set()
         self.joining.look()
@@ -201,6 +202,12 @@ class Follow:
                 self._leaving = None
         elif self._leaving is None:
             self._leaving = asyncio.get_running_loop().call_later(GRACE_SECONDS, self._rest)
+
+    def _still(self, bringing: Bringing) -> bool:
+        """Whether to go on with it. What may never be committed makes way for what is."""
+        mirror = self.job.mirror
+        first = self._committed() if bringing.early else None
+        return bringing.good and (first is None or (mirror is not None and first == mirror.fetching))
 
     def stop(self) -> None:
         if self.task is not None:
@@ -215,6 +222,7 @@ class Follow:
         if self._fetch is not None:
             self._fetch.cancel()
         if self.job.mirror is not None:
+            self.job.mirror.coming = {}
             self._store.rest(self.job)
             self._service.settle()
         if not concerns(self.job):
@@ -240,11 +248,17 @@ class Follow:
                 self._leaving.cancel()
 
     def _adopt(self, mirror: Mirror) -> None:
-        mirror.ask = self._wake.set
+        mirror.ask = self._asked
         mirror.doing = self._doing
         uid = access.owner_uid(self.job.name)
         if uid is not None:
             self.job.owner_uid = uid
+
+    def _asked(self) -> None:
+        """Somebody waits for one more step."""
+        self._wake.set()
+        if self._fetch is not None and self.bringing is not None and not self._still(self.bringing):
+            self._fetch.cancel()
 
     def _doing(self) -> str:
         mirror = self.job.mirror
@@ -365,6 +379,8 @@ class Follow:
             local=view["local"],
             listed={(row["epoch"], row["step"]): _listing(row, here) for row in view["pieces"]},
         )
+        mirror = self._store.follow(job)
+        mirror.coming = {(row["epoch"], row["step"]): _listing(row, here) for row in view["coming"]}
         if opened:
             self._service.note("epoch", job.name, f"epoch {epoch} opened on node {', '.join(nodes) or 'elsewhere'}")
             self._service.records.save_soon(job)
@@ -407,10 +423,7 @@ class Follow:
             mirror.fetching = key
             self._store.touched.add(self.job.name)  # the MetaServer is told
             self._service.settle()
-            more = self._means, self.job, mirror, key, mirror.listed[key], readers
-            version = self.job.versions.get(key)
-            part = version.part if version is not None else None
-            self.bringing = Extending(*more, version, part) if version and part else Bringing(*more)
+            self.bringing = self._bringing(mirror, key, readers)
             self._fetch = group.create_task(self._one(mirror, key, self.bringing))
             try:
                 await asyncio.wait([self._fetch])
@@ -432,7 +445,7 @@ class Follow:
         except VersionConflict as error:
             self._service.note("failed", self.job.name, f"given up: {error}")
         except AwexdError as error:
-            if isinstance(error, LASTING):
+            if isinstance(error, LASTING) and not bringing.early:
                 mirror.failed[key] = error
             self._pause = True
             text = f"epoch {key[0]} step {key[1]} cannot be brought here: {error}"
@@ -440,12 +453,29 @@ class Follow:
         except Exception:  # noqa: BLE001 - a fault of ours ends no daemon
             _log.exception("bringing %s of job %s failed", key, self.job.name)
             self._pause = True
+            if bringing.early:
+                return
             mirror.failed[key] = AwexdError(f"{self.job.name}: bringing {key} here failed; the daemon's log has more")
 
+    def _bringing(self, mirror: Mirror, key: VersionKey, readers: frozenset[str]) -> Bringing:
+        listing, version = mirror.listed.get(key), self.job.versions.get(key)
+        if listing is None:
+            return Early(self._means, self.job, mirror, key, mirror.coming[key], readers)
+        more = self._means, self.job, mirror, key, listing, readers
+        part = version.part if version is not None else None
+        return Extending(*more, version, part) if version and part else Bringing(*more)
+
     def _next(self) -> VersionKey | None:
-        """What to bring here now: a step that somebody waits for, else the newest."""
+        """What to bring here now: a step that somebody waits for, else the newest, else what may become that."""
         job, mirror = self.job, self.job.mirror
         if mirror is None or self._rested or not job.engines:
+            return None
+        return self._committed() or newest_coming(job, mirror)
+
+    def _committed(self) -> VersionKey | None:
+        """Of what is committed."""
+        job, mirror = self.job, self.job.mirror
+        if mirror is None or not job.engines:
             return None
 
         def missing(key: VersionKey) -> bool:

@@ -47,6 +47,7 @@ class Joining:
         self._members: dict[int, str] = {}
         """Ranks that the MetaServer has from here, and as which incarnation."""
         self._sealed: dict[int, set[int]] = {}
+        self._foretold: dict[int, set[int]] = {}
         self._runs: dict[int, str] = {}
         """By attempt: the MetaServer's process that has given it out."""
         self._bodies: set[str] = set()
@@ -185,6 +186,7 @@ class Joining:
         if self._generation != self._announcer.generation:
             self._members.clear()
             self._sealed.clear()
+            self._foretold.clear()
             self._bodies.clear()
             self._generation = self._announcer.generation
         if problem := self._announcer.problem():
@@ -192,6 +194,7 @@ class Joining:
         await self._tell_aborts()
         await self._tell_gone()
         await self._tell_ranks()
+        await self._foretell()
         await self._tell_seals()
         await self._know_everyone()
         if self._store.leave_joined(self._job):
@@ -280,6 +283,29 @@ class Joining:
         self._service.settle()
         await self._service.records.save_epoch(job)
         self._wake.set()
+
+    async def _foretell(self) -> None:
+        """What ranks that tell how far they are will seal: other nodes fetch it meanwhile."""
+        job = self._job
+        for attempt in list(job.attempts.values()):
+            told = self._foretold.setdefault(attempt.number, set())
+            ranks = sorted(attempt.written.keys() - told)
+            if not ranks or job.attempts.get(attempt.step) is not attempt:
+                continue
+            segments = [job.segments[attempt.segments[rank]] for rank in ranks]
+            pieces = [[one.rank, one.digest, one.nbytes, one.checksums] for one in segments]
+            await self._give_manifests(one.digest for one in segments)
+            where = {"epoch": attempt.epoch, "step": attempt.step, "attempt": attempt.number}
+            try:
+                await self._ask("attempts/pieces", **where, pieces=pieces)
+            except AwexdError as error:
+                if self._is_away(error):
+                    raise
+                # It is fetched once it is committed; sealing says why, where that matters.
+                _log.debug("%s: step %d is not fetched before its commit: %s", job.name, attempt.step, error)
+            told.update(ranks)
+        for number in self._foretold.keys() - {attempt.number for attempt in job.attempts.values()}:
+            del self._foretold[number]
 
     async def _tell_seals(self) -> None:
         job = self._job

@@ -44,6 +44,11 @@ class Landing:
             self._offer.extend_rows(piece)
         self._land(Landed(piece.rank, piece.offset, piece.nbytes, piece.rows, piece.stride))
 
+    def came(self, piece: Piece) -> None:
+        """As ``peers.arrivals.Came``: only other nodes are told, which compare it themselves."""
+        if self._offer is not None:
+            self._offer.pass_on(piece)
+
     async def room(self) -> None:
         """Returns once no more has landed than readers that follow can be expected to have copied soon.
 
@@ -51,7 +56,7 @@ class Landing:
         Nobody is waited for where other nodes are served from here, nor a reader that does not ask for more at all.
         """
         arrival = self._arrival
-        while arrival is not None and arrival.ahead and not (self._offer is not None and self._offer.used):
+        while arrival is not None and arrival.ahead and not (self._offer is not None and self._offer.in_use):
             try:
                 async with asyncio.timeout(PATIENCE_SECONDS):
                     await self._signals.next(arrival.heard)

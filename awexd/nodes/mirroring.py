@@ -27,6 +27,7 @@ from awexd.service import Service
 from awexd.store import Segment, Version, Wait
 from awexd.store.arriving import Arrival
 from awexd.store.model import Job, Listing, Mirror, Part, VersionKey
+from awexd.tickets import decode
 from awexd_transports.base import Memory, Piece, Source, Subject
 from awexd_transports.errors import (
     AwexdError,
@@ -85,7 +86,10 @@ class Bringing:
     Attributes:
         sources: the nodes that it comes from now.
         phase: what is waited for, for people.
+        early: it is still written.
     """
+
+    early = False
 
     def __init__(
         self,
@@ -115,6 +119,7 @@ class Bringing:
         held = [job.segments[segment_id] for segment_id in self._own.segments] if self._own else []
         self._here = {segment.rank: segment for segment in held}
         self._fetcher: Fetcher | None = None
+        self._arrival: Arrival | None = None
         self._began = time.monotonic()
         self._told: set[str] = set()
         self._introduced = False
@@ -143,6 +148,7 @@ class Bringing:
             "bytes": self._wanted,
             "version_bytes": self._listed.nbytes,
             "here_bytes": self.here,
+            "received_bytes": sum(self._fetcher.delivered.values()) if self._fetcher else 0,
             "bytes_per_second": int(self.here / seconds),
             "sources": list(self.sources),
             "route": self._means.transport.name,
@@ -252,10 +258,11 @@ class Bringing:
         if means.serving is not None:
             offer = means.serving.begin(self._job, self._subject, ranks)
         version: Version | None = None
-        arrival = self._arrive(needs)
+        self._arrival = arrival = self._arrive(needs)
         try:
             wanted = {rank: need for rank, need in needs.ranks.items() if rank in self._segments}
-            await self._all(wanted, memories, {}, Landing(offer, arrival, means.service.changes))
+            await self._all(wanted, memories, {}, Landing(offer, self._arrival, means.service.changes))
+            await self._settled()
             self._check_wanted(whole=True)
             version = self._commit(self._part(needs))
             if offer is not None and means.serving is not None:
@@ -269,6 +276,9 @@ class Bringing:
             if version is None and offer is not None and means.serving is not None:
                 await means.serving.give_up(offer, ranks)
 
+    async def _settled(self) -> None:
+        """Returns once what is here may be committed here."""
+
     def _arrive(self, needs: Needs) -> Arrival | None:
         """Lets readers copy what comes as it does; not beside writers of this node, whose slots are theirs."""
         if self._here:
@@ -278,6 +288,7 @@ class Bringing:
         wanted = [needs.ranks[rank].nbytes if rank in needs.ranks else 0 for rank in range(len(segments))]
         pieces = [-(-nbytes // PEERS.piece_bytes) for nbytes in wanted]
         arrival = self._store.arrive(self._job, self._key, self._listed.attempt, segments, covers, pieces, needs.nbytes)
+        arrival.committed = not self.early
         self._means.service.settle()
         return arrival
 
@@ -312,6 +323,7 @@ class Bringing:
             room=landing.room,
             here=here,
             settings=PEERS,
+            came=landing.came if self.early else None,
         )
         self._wanted = fetcher.left
         ranges = {rank: Ranges([(0, segment.nbytes)]) for rank, segment in self._here.items()}
@@ -372,6 +384,8 @@ class Bringing:
         host, _, port = row["address"].rpartition(":")
         holds = {int(rank): Ranges([(0, self._listed.pieces[rank][1])]) for rank in row["ranks"]}
         where = (row["source"], host.strip("[]"), int(port))
+        if decode(row["ticket"].encode()).attempt != self._listed.attempt:  # the step is being written anew
+            raise VersionUnavailable(f"{self._job.name}: {_named(self._key)} is of another attempt now")
         return Source(*where, row["ticket"].encode(), bytes.fromhex(row["key"]), holds)
 
     def _announce(self, sources: list[Source]) -> None:

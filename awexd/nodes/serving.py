@@ -1,4 +1,7 @@
-"""Other nodes fetch what is held here: every held version is offered, and its memory kept until they are done."""
+"""Other nodes fetch what is held here: every held version is offered, and its memory kept until they are done.
+
+What is still written, too (``offering``): its offer goes on as that of the version.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from awexd.nodes.mapped import Mapped
+from awexd.nodes.offering import Offering
 from awexd.peers.offers import Offered
 from awexd.peers.server import TcpServer
 from awexd.service import Service
@@ -44,6 +48,8 @@ class Serving:
         self._mapped = mapped
         self._served: dict[str, dict[Subject, Served]] = {}
         self._failed: set[Subject] = set()
+        self._offering = Offering(service, server, mapped)
+        service.early = self.early
         service.followers.append(self.changed)
         self.changed(self._store.jobs)
 
@@ -68,18 +74,29 @@ class Serving:
                     # What exactly is here of a part is known to who has brought it.
                     if version.part is None and subject not in self._served.get(name, {}):
                         self._offer(job, subject, version)
+            self._offering.changed(name, job)
+
+    def early(self, job: Job) -> bool:
+        """Whether other nodes will fetch what is written next: one that decides alone goes by what it holds.
+
+        Engines here want what the other nodes' ranks write, of which all is told or nothing.
+        """
+        if job.joined is not None:
+            return job.abroad or bool(job.engines)
+        return job.mirror is None and any(one.offer.used for one in self._served.get(job.name, {}).values())
 
     def begin(self, job: Job, subject: Subject, segments: Mapping[int, Segment]) -> Offered:
         """Offers a version that is still being fetched, as far as it has come; ``keep`` it or ``give_up``.
 
-        Of one that is served in part already, these are the other ranks' segments.
+        Of one that is served in part already, or written here, these are the other ranks' segments.
         """
         memories = {rank: self._mapped.use(segment) for rank, segment in segments.items()}
-        served = self._served.get(job.name, {}).get(subject)
+        served, written = self._served.get(job.name, {}).get(subject), self._offering.find(subject)
+        own = served.offer if served is not None and not served.ending else written.offer if written else None
         try:
-            if served is not None and not served.ending:
-                served.offer.include(memories)
-                return served.offer
+            if own is not None:
+                own.include(memories)
+                return own
             return self._server.offer(subject, memories, {})
         except BaseException:
             for segment in segments.values():
@@ -108,8 +125,12 @@ class Serving:
         name = offer.subject.job
         served = self._served.get(name, {}).get(offer.subject)
         own = served if served is not None and served.offer is offer and not served.ending else None
+        found = self._offering.find(offer.subject)
+        written = found if found is not None and found.offer is offer else None
         if own is not None:
             own.ending = True
+        elif written is not None:
+            written.ending = True
         try:
             await offer.withdraw()
         finally:
@@ -117,15 +138,24 @@ class Serving:
                 self._mapped.drop(segment.id)
             if own is not None:
                 self._ended(name, offer.subject, own)
+            elif written is not None:
+                self._offering.ended(offer.subject, written)
+            if own is not None or written is not None:
                 self.changed([name])
 
     def _offer(self, job: Job, subject: Subject, version: Version) -> None:
-        segments = [job.segments[segment_id] for segment_id in version.segments]
+        written = self._offering.find(subject)
+        mapped = written.segments.keys() if written is not None else set()
+        segments = [one for one in (job.segments[name] for name in version.segments) if one.rank not in mapped]
         memories: dict[int, Memory] = {}
         try:
             for segment in segments:
                 memories[segment.rank] = self._mapped.use(segment)
-            offer = self._server.offer(subject, memories, None)
+            if written is None:
+                offer = self._server.offer(subject, memories, None)
+            else:
+                offer = written.offer
+                offer.include(memories)
         except (OSError, AwexdError) as error:
             for segment in segments[: len(memories)]:
                 self._mapped.drop(segment.id)
@@ -134,6 +164,10 @@ class Serving:
                 self._service.note("failed", job.name, f"{version} is not served to other nodes: {error}")
             return
         self.keep(job, version, offer)
+        if written is not None:
+            for one in [job.segments[segment_id] for segment_id in version.segments]:
+                offer.extend(one.rank, 0, one.nbytes)
+            self._offering.take(subject)
 
     def _end(self, name: str, subject: Subject, one: Served) -> None:
         if one.ending:

@@ -12,6 +12,7 @@ from awexd.store import Segment, Wait
 from awexd.store.ledger import Session
 from awexd.store.model import Attempt, Job
 from awexd.store.slots import Shortfall, mappable
+from awexd.store.writing import Begun
 from awexd_transports.errors import DaemonUnavailable, EpochChanged, VersionConflict
 
 
@@ -31,6 +32,7 @@ class Trainers:
                 "write.slot": self._slot,
                 "write.publish": self._publish,
                 "write.begin": self._begin,
+                "write.progress": self._progress,
                 "write.seal": self._seal,
                 "write.abort": self._abort,
                 "write.committed": self._committed,
@@ -118,14 +120,14 @@ class Trainers:
             return begun
         if isinstance(begun, Shortfall):
             return self._filled(call, job, begun.rank, self._begin)
-        self._memory.clear(begun.segment.id)
-        return Reply({"attempt": begun.attempt.number, "epoch": job.epoch, "segment": begun.segment.id})
+        return self._begun(job, begun)
 
     def _begin_joined(self, call: Call, job: Job) -> Outcome:
         """As ``_begin``; the attempt is the MetaServer's, which is asked once there is a slot."""
         waiting = self._store.check_step(call.session, call.arguments["step"], call.arguments["set"])
         if waiting is not None:
             return waiting
+        self._store.begin_anew(call.session, call.arguments["step"])
         granted = self._store.grant(call.session)
         if isinstance(granted, Wait):
             return granted
@@ -139,8 +141,21 @@ class Trainers:
         begun = self._store.begin_filled(call.session, step, set_digest, slot.id, number)
         if isinstance(begun, Wait):
             return begun
+        return self._begun(job, begun)
+
+    def _begun(self, job: Job, begun: Begun) -> Reply:
         self._memory.clear(begun.segment.id)
-        return Reply({"attempt": number, "epoch": job.epoch, "segment": begun.segment.id})
+        where = {"attempt": begun.attempt.number, "epoch": job.epoch, "segment": begun.segment.id}
+        return Reply(where | {"early": self._service.early(job)})
+
+    def _progress(self, call: Call) -> Reply:
+        epoch, step, attempt, nbytes, checksums = (
+            call.arguments[k] for k in ("epoch", "step", "attempt", "nbytes", "checksums")
+        )
+        job, current = self._store.progress(call.session, epoch, step, attempt, nbytes, checksums)
+        if self._service.progressed is not None:
+            self._service.progressed(job, current)
+        return Reply({})
 
     def _across(self, job: Job) -> Across:
         if self._service.across is None:
@@ -161,7 +176,7 @@ class Trainers:
             self._service.settle()  # readers first
             following = self._next_slot(call.session)
         committed = self._store.committed(call.session, epoch, step, attempt) is None
-        return Reply({"committed": committed, "next": following})
+        return Reply({"committed": committed, "next": following, "early": self._service.early(job)})
 
     def _publish(self, call: Call) -> Outcome:
         """Begins and seals at once a slot that was granted and has been filled. Grants the next, if one is free."""
@@ -169,7 +184,11 @@ class Trainers:
         step, set_digest, slot = (call.arguments[k] for k in ("step", "set", "segment"))
         if job.joined is None or self._store.sealed_in(call.session, step, slot) is not None:
             return self._publish_filled(call, job, None)
-        return self._store.check_step(call.session, step, set_digest) or self._publish_across(call, job)
+        waiting = self._store.check_step(call.session, step, set_digest)
+        if waiting is not None:
+            return waiting
+        self._store.begin_anew(call.session, step)
+        return self._publish_across(call, job)
 
     async def _publish_across(self, call: Call, job: Job) -> Outcome:
         _, writer = self._store.writer_of(call.session)
@@ -192,7 +211,8 @@ class Trainers:
             self._service.settle()  # readers first
         committed = self._store.committed(call.session, job.epoch, step, attempt) is None
         following = self._next_slot(call.session)
-        return Reply({"epoch": job.epoch, "attempt": attempt, "committed": committed, "next": following})
+        told = {"committed": committed, "next": following, "early": self._service.early(job)}
+        return Reply({"epoch": job.epoch, "attempt": attempt} | told)
 
     def _seal_slot(
         self, call: Call, job: Job, segment: Segment, epoch: int, step: int, attempt: int, checksums: bool

@@ -13,8 +13,12 @@ from awexd_transports.ranges import Ranges
 
 Arrived = Callable[[int, int, int], None]
 """Called with rank, start and end of bytes that are there and right; each byte once."""
+Came = Callable[[Piece], None]
 RowsArrived = Callable[[Piece], None]
 """The same of pieces of several rows."""
+
+COMPARED = 256 << 20
+"""Bytes that are compared at once, where many have waited for their table."""
 
 
 class Arrivals:
@@ -25,6 +29,9 @@ class Arrivals:
         cells: the rank's checksums; None: there are none, or they are not to be compared.
         rows: what is wanted beside that, each as it is: whole cells.
         here: what is there already, and right.
+
+        came: the table is complete only later, and asked for only then: what comes before waits for it, and is told
+            of here. It may be wrong, and come again.
     """
 
     def __init__(
@@ -37,7 +44,9 @@ class Arrivals:
         rows: Iterable[Piece] = (),
         rows_arrived: RowsArrived = lambda piece: None,
         here: Ranges | None = None,
+        came: Came | None = None,
     ) -> None:
+        self._came = came
         self.rank, self.memory = rank, memory
         self._cells, self._arrived, self._rows_arrived = cells, arrived, rows_arrived
         self.wanted = wanted.copy()
@@ -60,8 +69,12 @@ class Arrivals:
     def pieces(self) -> Iterator[tuple[Piece, bool]]:
         """What is not known to be right, as pieces of any length; and whether the others need it first.
 
-        All of it is fetched anew: what came before and was not compared must not be taken for what will come.
+        All of it is fetched anew: what came before and was not compared must not be taken for what will come. Of what
+        is still written nothing could be compared, and all of it will be: that is not fetched twice.
         """
+        if self._came is not None and self._cells is not None and not self.right.covers(*self._cells.table):
+            yield from self._early_pieces(self._cells)
+            return
         self._here, self._rows_here = self.right.copy(), {}
         yield from ((piece, False) for piece in self.rows if piece not in self._rows_right)
         table = self._cells.table if self._cells else (self.memory.nbytes, self.memory.nbytes)
@@ -73,6 +86,17 @@ class Arrivals:
                 if low < cut:
                     yield Piece(self.rank, low, cut - low), False
 
+    def _early_pieces(self, cells: Cells) -> Iterator[tuple[Piece, bool]]:
+        """In the order in which they are written; the table last."""
+        found = [piece for piece in self.rows if piece not in self._rows_here]
+        for start, end in self.wanted:
+            for low, high in self._here.missing(start, min(end, cells.table[0])):
+                found.append(Piece(self.rank, low, high - low))
+        yield from ((piece, False) for piece in sorted(found, key=lambda piece: piece.offset))
+        start, end = cells.table
+        if start < end:
+            yield Piece(self.rank, start, end - start), True
+
     def has_cells(self, piece: Piece) -> bool:
         """Whether the table says what its bytes are; else they need a sum of their own."""
         return self._cells is not None and piece.offset < self._cells.table[0]
@@ -82,7 +106,7 @@ class Arrivals:
         if piece in self.rows:
             self._rows_here[piece] = node
             if self._cells is not None and not self.right.covers(*self._cells.table):
-                return []
+                return self._waits(piece)
             async with self._turn:
                 return await self._compare_rows([piece])
         self._here.add(piece.offset, piece.end)
@@ -99,13 +123,23 @@ class Arrivals:
                 return []
             start, end = 0, table[0]  # what has waited for it
         elif not self.right.covers(*table):
-            return []
+            return self._waits(piece)
         else:
             start, end = piece.offset, piece.end
-        async with self._turn:
-            wrong = await self._compare(self._cells, start, end)
-            waited = [] if self.has_cells(piece) else list(self._rows_here)
-            return wrong + (await self._compare_rows(waited) if waited else [])
+        wrong: list[Checked] = []
+        for at in range(start, end, COMPARED):  # in parts, so that others are served meanwhile, and more may come
+            async with self._turn:
+                wrong += await self._compare(self._cells, at, min(end, at + COMPARED))
+        for row in [] if self.has_cells(piece) else list(self._rows_here):
+            async with self._turn:
+                wrong += await self._compare_rows([row])
+        return wrong
+
+    def _waits(self, piece: Piece) -> list[Checked]:
+        """For the table: none of it is known to be wrong yet."""
+        if self._came is not None:
+            self._came(piece)
+        return []
 
     def again(self, tile: Checked) -> Piece:
         """Wrong bytes, as a piece."""

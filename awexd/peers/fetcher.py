@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from operator import itemgetter
 
-from awexd.peers.arrivals import Arrivals, Arrived, RowsArrived, wanted_of
+from awexd.peers.arrivals import Arrivals, Arrived, Came, RowsArrived, wanted_of
 from awexd.peers.cells import Cells, Checked
 from awexd.peers.pace import Pace, slowest
 from awexd.peers.pieces import Pieces, cut_up
@@ -48,6 +48,8 @@ class Fetcher:
         here: by rank, what of it is there already, and right.
         rows: by rank, pieces of several rows that are wanted beside ``wants``; ``rows_arrived`` is told of those.
         room: awaited before each piece is asked for.
+        came: where it is still written: it is asked for in the order of that, and tables of checksums only once it is
+            ``sealed``. Told of bytes that are there and wait for that; they may be wrong, and come again.
 
     Attributes:
         delivered: bytes by source.
@@ -70,6 +72,7 @@ class Fetcher:
         rows_arrived: RowsArrived = lambda piece: None,
         room: Callable[[], Awaitable[None]] | None = None,
         settings: PeerSettings | None = None,
+        came: Came | None = None,
     ) -> None:
         wanted_of(wants, memories)
         rows, here = rows or {}, here or {}
@@ -86,9 +89,12 @@ class Fetcher:
                 rows.get(rank, ()),
                 rows_arrived,
                 here.get(rank),
+                came,
             )
             for rank, wanted in wants.items()
         }
+        self._early = came is not None
+        self._run: _Run | None = None
         self._running = False
         self._room = room
         self.delivered: Counter[str] = Counter()
@@ -112,6 +118,12 @@ class Fetcher:
         """What is there and right."""
         return self._ranks[rank].right.copy()
 
+    def sealed(self) -> None:
+        """What is fetched early is complete at its sources now."""
+        self._early = False
+        if self._run is not None:
+            self._run.ask_for_tables()
+
     async def run(self, sources: Iterable[Source], within: float) -> None:
         """Returns when all is there. However it ends, nothing is written or read any more.
 
@@ -132,9 +144,10 @@ class Fetcher:
             return
         self._running = True
         try:
-            await _Run(self, sources).to_its_end(within)
+            self._run = _Run(self, sources)
+            await self._run.to_its_end(within)
         finally:
-            self._running = False
+            self._running, self._run = False, None
 
 
 class _Run:
@@ -154,8 +167,12 @@ class _Run:
             for number, rank in fetcher._ranks.items()
         }
         in_turn = [(at / len(parts), when, *part) for when, parts in wanted.items() for at, part in enumerate(parts)]
+        self._tables: list[Piece] = []
         for _, _, piece, first in sorted(in_turn, key=itemgetter(0, 1)):
-            self._pieces.add(piece, first=first)
+            if first and fetcher._early:
+                self._tables.append(piece)
+            else:
+                self._pieces.add(piece, first=first)
         self._streams = {source.node: self._settings.streams for source in sources}
         self._paces: dict[Lane, Pace] = {}
         self._strikes: Counter[str] = Counter()
@@ -164,6 +181,13 @@ class _Run:
         self._failures = fetcher.failed = dict[str, AwexdError]()
         self._changed = asyncio.Event()
         self._ended = asyncio.Event()
+
+    def ask_for_tables(self) -> None:
+        """They are there now; what has waited for them is compared, and the rest as it comes."""
+        tables, self._tables = self._tables, []
+        for piece in tables:
+            self._pieces.add(piece, first=True)
+        self._change()
 
     async def to_its_end(self, within: float) -> None:
         fetcher, sources = self._fetcher, self._sources
@@ -224,7 +248,9 @@ class _Run:
 
     def _stranded(self) -> bool:
         """Whether no source can give more: what is left is nobody's."""
-        return not self._under_way and not self._pieces.anybodys()
+        if self._under_way or self._pieces.anybodys():
+            return False
+        return not self._tables or self._pieces.nobodys() is not None
 
     async def _use(self, lane: Lane, source: Source) -> None:
         self._paces[lane] = Pace(lane, source)

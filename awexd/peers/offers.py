@@ -37,7 +37,8 @@ class Offered:
         self._idle, self._unused = asyncio.Event(), asyncio.Event()
         self._idle.set()
         self._unused.set()
-        self.withdrawn = False
+        self.withdrawn = self.used = False
+        """``used``: some node has fetched from it, or is about to."""
 
     def include(self, memories: Mapping[int, Memory]) -> None:
         """More ranks, of which nothing is there yet."""
@@ -52,6 +53,13 @@ class Offered:
         self._rows.add(piece)
         self._change()
 
+    def pass_on(self, piece: Piece) -> None:
+        """It is there, though it cannot be compared yet: whoever fetches it compares it, too."""
+        if piece.rows > 1:
+            self.extend_rows(piece)
+        else:
+            self.extend(piece.rank, piece.offset, piece.end)
+
     def promise(self, ranges: Mapping[int, Ranges], rows: Iterable[Piece]) -> None:
         self._promised = {rank: wanted.copy() for rank, wanted in ranges.items()}, frozenset(rows)
 
@@ -60,7 +68,7 @@ class Offered:
         self._changed = asyncio.Event()
 
     @property
-    def used(self) -> bool:
+    def in_use(self) -> bool:
         """Whether any connection is bound to it."""
         return bool(self._users)
 
@@ -94,6 +102,7 @@ class Offered:
         """For as long as the connection of the current task is bound to this version."""
         task = _current()
         self._users[task] = link
+        self.used = True
         self._unused.clear()
         try:
             yield

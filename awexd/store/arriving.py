@@ -54,6 +54,7 @@ class Arrival:
         landed: in the order in which it did. ``totals``: bytes of it, up to each and with it.
         readers: sessions that copy out of it, and the lease that holds it for each once it is here.
         known: how many entries of ``landed`` each of them has been told of, and is done with.
+        committed: it is, somewhere; else it may never be.
         paced: bytes come no faster than readers copy them. ``heard``: named by whoever is waited for.
     """
 
@@ -70,6 +71,7 @@ class Arrival:
     totals: list[int] = field(default_factory=list)
     readers: dict[str, str] = field(default_factory=dict)
     known: dict[str, int] = field(default_factory=dict)
+    committed: bool = True
     paced: bool = True
     _told: int = 0
 
@@ -173,7 +175,7 @@ class Arriving(Ledger):
         if here or worker.exchanges or worker.round in engine.rounds:
             return None
         arrival = self._arrivals.get(mirror.arrival or 0) if mirror is not None else None
-        if arrival is not None and arrival.finds(worker) and self._awaits(job, worker, step, arrival.key):
+        if arrival is not None and arrival.finds(worker) and self._awaits(job, worker, step, arrival):
             arrival.readers[session.id] = ""
             arrival.known[session.id] = 0
             return arrival
@@ -225,8 +227,9 @@ class Arriving(Ledger):
             self._arrivals.pop(arrival.number, None)
 
     @staticmethod
-    def _awaits(job: Job, worker: Worker, step: int | None, key: VersionKey) -> bool:
-        """Whether an update of it to that step gets that version, once it is here."""
+    def _awaits(job: Job, worker: Worker, step: int | None, arrival: Arrival) -> bool:
+        """Whether an update of it to that step gets that version, once it is here, and nothing before."""
         if step is not None:
-            return key == (job.epoch, step)
-        return all(version.key < key for version in reading.visible(job, worker))
+            return arrival.key == (job.epoch, step)
+        held = reading.visible(job, worker)
+        return not held or (arrival.committed and held[0].key < arrival.key)

@@ -63,6 +63,7 @@ class Segment:
         devices: of a borrowed one: the UUIDs of the GPUs it is on.
         exchanged: a borrowed one that nobody opens: its writer sends what is there.
         mirrored: the daemon itself fills it, from another node.
+        offered: of an attempt that other nodes fetch as it is written: it is nobody's to fill until they are done.
     """
 
     id: str
@@ -79,6 +80,7 @@ class Segment:
     devices: frozenset[str] = frozenset()
     exchanged: bool = False
     mirrored: bool = False
+    offered: bool = False
 
     @property
     def sealed(self) -> bool:
@@ -170,6 +172,7 @@ class Attempt:
 
     ``doubted``: ranks that lend their memory and still look whether it is what they declared.
     ``missing``: of a joined job: ranks, of any node, that had not sealed when the MetaServer was last told of it.
+    ``written``: of ranks that tell how far they are: bytes from the start of their segments that are complete.
     """
 
     number: int
@@ -181,6 +184,7 @@ class Attempt:
     segments: dict[int, str] = field(default_factory=dict)
     digests: dict[int, str] = field(default_factory=dict)
     sealed: set[int] = field(default_factory=set)
+    written: dict[int, int] = field(default_factory=dict)
 
 
 class Part(NamedTuple):
@@ -403,6 +407,7 @@ class Mirror:
         local: the one of them, if any, that has all and decides by itself.
         informed: the MetaServer has told of the job since this daemon began.
         listed: versions that are committed, as far as the MetaServer remembers them.
+        coming: those that are still written, and may be fetched already; none may ever be committed.
         fetching: the one that is being brought here.
         arrival: its number, where readers may copy what has come of it.
         failed: why one could not be brought here, until that is tried again.
@@ -416,6 +421,7 @@ class Mirror:
     local: str | None = None
     informed: bool = False
     listed: dict[VersionKey, Listing] = field(default_factory=dict)
+    coming: dict[VersionKey, Listing] = field(default_factory=dict)
     fetching: VersionKey | None = None
     arrival: int | None = None
     failed: dict[VersionKey, AwexdError] = field(default_factory=dict)

@@ -99,7 +99,7 @@ def give_up_slots(job: Job, writer: Writer) -> None:
 
 
 def _fits(segment: Segment, writer: Writer) -> bool:
-    return segment.nbytes == writer.nbytes and not segment.unsafe
+    return segment.nbytes == writer.nbytes and not segment.unsafe and not segment.offered
 
 
 def slots_missing(job: Job, writer: Writer) -> int:

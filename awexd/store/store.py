@@ -17,6 +17,7 @@ from awexd.store.grouping import Grouping
 from awexd.store.ledger import Session
 from awexd.store.mirroring import Mirroring
 from awexd.store.model import (
+    Attempt,
     Job,
     Lease,
     Segment,
@@ -173,6 +174,35 @@ class Store(Grouping, Mirroring, Spanned, Arriving):
         """Whether the session's writer may publish that step now; see :func:`writing.check_step`."""
         job, writer = self.writer_of(session)
         return writing.check_step(job, writer, step, set_digest)
+
+    def begin_anew(self, session: Session, step: int) -> None:
+        """The session's writer is about to begin that step; see :func:`writing.check_unwritten`."""
+        job, writer = self.writer_of(session)
+        if writing.check_unwritten(job, writer, step):
+            slots.give_up_slot(job, writer)
+            self._settle(job)
+
+    def progress(
+        self, session: Session, epoch: int, step: int, attempt: int, nbytes: int, checksums: bool
+    ) -> tuple[Job, Attempt]:
+        """How far the session's writer is; see :func:`writing.progress`. Waiters look again at the first word only."""
+        job, writer = self.writer_of(session)
+        known = job.attempts.get(step)
+        first = known is None or writer.rank not in known.written
+        found = writing.progress(job, writer, epoch, step, attempt, nbytes, checksums)
+        if first:
+            self.touched.add(job.name)
+        return job, found
+
+    def offer(self, segment: Segment) -> None:
+        """Other nodes may fetch from it as it is written, or are in the middle of that, until ``offer_no_more``."""
+        segment.offered = True
+
+    def offer_no_more(self, job: Job, segments: Iterable[Segment]) -> None:
+        for segment in segments:
+            segment.offered = False
+        if self.jobs.get(job.name) is job:
+            self._settle(job)
 
     def sealed_in(self, session: Session, step: int, slot: str) -> int | None:
         job, writer = self.writer_of(session)

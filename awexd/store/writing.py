@@ -19,7 +19,7 @@ from awexd.store.model import (
 )
 from awexd.store.registering import away, check_current, epoch_changed, ready
 from awexd.store.slots import Shortfall, abort, give_up_slot, granted_to, take
-from awexd_transports.errors import VersionConflict
+from awexd_transports.errors import InvalidArgument, VersionConflict
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,42 @@ def sealed_in(job: Job, writer: Writer, step: int, slot: str) -> int | None:
     attempt = job.attempts.get(step)
     done = attempt is not None and writer.rank in attempt.sealed and attempt.segments[writer.rank] == slot
     return attempt.number if attempt is not None and done else None
+
+
+def progress(job: Job, writer: Writer, epoch: int, step: int, number: int, nbytes: int, checksums: bool) -> Attempt:
+    """So many bytes of this rank's segment, from its start, are as they will be sealed.
+
+    Raises:
+        EpochChanged, VersionConflict: this attempt is over, or the rank has sealed it.
+        InvalidArgument: that is more than the segment has, or not what the rank has told before.
+    """
+    if epoch != job.epoch:
+        raise epoch_changed(job, epoch)
+    attempt, rank = job.attempts.get(step), writer.rank
+    if attempt is None or attempt.number != number or rank not in attempt.segments:
+        raise _attempt_over(job, step, number)
+    segment = job.segments[attempt.segments[rank]]
+    if rank in attempt.sealed or segment.session != writer.session:
+        raise VersionConflict(f"{job.name}: rank {rank} has sealed step {step} already")
+    before = attempt.written.get(rank)
+    if not (before or 0) <= nbytes <= segment.nbytes or (before is not None and segment.checksums != checksums):
+        raise InvalidArgument(
+            f"{job.name}: rank {rank} tells of {nbytes} bytes of {segment.nbytes}, after {before or 0}, "
+            f"{'with' if checksums else 'without'} checksums"
+        )
+    attempt.written[rank], segment.checksums = nbytes, checksums
+    return attempt
+
+
+def check_unwritten(job: Job, writer: Writer, step: int) -> bool:
+    """Before this rank begins that step: what other nodes may have of an earlier try must not meet the next one's
+    bytes. Whether there was one, which is discarded.
+    """
+    attempt = job.attempts.get(step)
+    if attempt is None or writer.rank not in attempt.written or writer.rank in attempt.sealed:
+        return False
+    abort(job, step, f"rank {writer.rank} began it anew")
+    return True
 
 
 def check_seal(job: Job, writer: Writer, epoch: int, step: int, attempt: int) -> Segment | None:
@@ -214,6 +250,7 @@ def _not_granted(job: Job, writer: Writer, slot: str) -> VersionConflict:
 
 
 def _leave_other_steps(job: Job, writer: Writer, step: int) -> None:
+    check_unwritten(job, writer, step)
     this = job.attempts.get(step)
     sealed_this = this.sealed if this else set()
     for other, attempt in list(job.attempts.items()):

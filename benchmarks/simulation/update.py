@@ -20,6 +20,7 @@ from awexd.metaserver.model import Piece, Version
 from awexd.metaserver.sources import choose
 from awexd.peers.tcp import TcpLane
 from awexd.store.arriving import WINDOW, WINDOW_SHARE
+from awexd_client.outgoing import FIRST_SLICE, SLICE
 from awexd_transports.names import Ints
 from awexd_transports.turns import turn
 from benchmarks.simulation.hardware import GPUS, Hardware
@@ -27,12 +28,10 @@ from benchmarks.simulation.links import Clock, Hops, Links, Queue
 from benchmarks.simulation.needs import Needs
 from benchmarks.simulation.waves import Told, Waves, Worker
 
-DMA_BYTES, QUEUED = 64 << 20, 4
+DMA_BYTES, QUEUED = 32 << 20, 4
 """In which a GPU's copies are simulated, and how many it has before it: all of a launch are put there at once."""
 IN, OUT, GPU = range(3)
 """Whose bytes pass a node's host memory: written by NICs, read by them, and either by GPUs."""
-SLICE = 64 << 20
-"""In which ranks say what they have copied."""
 DEPTH = TcpLane.depth
 """Pieces that a lane asks for at once."""
 
@@ -310,8 +309,7 @@ class _Update:
             trainer.came(rank, here)
             self.clock.at(self._told(self.clock.now + self.hardware.control / 2), self._sealed)
         elif self._options.early:
-            told = here // SLICE * SLICE
-            self.clock.at(self.clock.now + self.hardware.control / 4, trainer.came, rank, told)
+            self.clock.at(self.clock.now + self.hardware.control / 4, trainer.came, rank, _sliced(here))
 
     def _sealed(self) -> None:
         self._unsealed -= 1
@@ -446,6 +444,14 @@ class _Update:
 
 def _nothing(piece: int) -> None:
     pass
+
+
+def _sliced(here: float) -> float:
+    """Of so many bytes that a rank has copied, those that it has said."""
+    told, size = 0, FIRST_SLICE
+    while told + size <= here:
+        told, size = told + size, min(SLICE, 2 * size)
+    return float(told)
 
 
 def _order(needs: Needs) -> Ints:

@@ -36,6 +36,8 @@ class Publication:
         self._lent = lent
         self._writer = writer
         self._attempt: int | None = None
+        self._early = False
+        """Other nodes fetch it while it is written."""
         self._set = self._slot = ""
         self._captured = False
         self._committed = False

@@ -170,6 +170,14 @@ class Connection:
             raise
         return asked
 
+    def tell(self, operation: str, arguments: Message, *, timeout: float) -> None:
+        """Sends a request whose answer nobody waits for.
+
+        Raises:
+            DaemonUnavailable: the connection broke.
+        """
+        self._pending.pop(self.ask(operation, arguments, timeout=timeout).id, None)
+
     def answer(self, asked: Asked) -> tuple[Message, list[int]]:
         """Waits for the answer to what was asked; raises as ``call`` does."""
         try:

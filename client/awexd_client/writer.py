@@ -16,7 +16,7 @@ from awexd_client.lending import Lender
 from awexd_client.mappings import Mapping
 from awexd_client.offering import Offerer
 from awexd_client.offloading import Offloading
-from awexd_client.outgoing import SegmentLayout
+from awexd_client.outgoing import SegmentLayout, Slice, sliced
 from awexd_client.publication import Publication, Update
 from awexd_client.session import Asked, NoAnswer
 from awexd_transports.collective.rings import RING_BYTES, room_of
@@ -96,6 +96,8 @@ class WeightWriter(Offloading):
         self._lender = Offerer(self, ring_bytes) if self.exchanging else Lender(self)
         self._next: str | Asked | None = None
         """The slot of the next ``publish``, or the request for it: it is asked for before it is needed."""
+        self._early = False
+        """Other nodes fetch what this rank writes: a step is begun before it is copied, and they are told how far."""
 
     @property
     def epoch(self) -> int | None:
@@ -297,7 +299,7 @@ class WeightWriter(Offloading):
         if isinstance(granted, Asked):
             answer = self._connection.take(granted)
             granted = answer["segment"] if answer else None
-        if granted is None or self._segment_ is None:
+        if granted is None or self._early or self._segment_ is None:
             return self._begin(step, deadline)
         check_whole("step", step, 0, MAX_STEP)
         self._refresh()
@@ -333,7 +335,18 @@ class WeightWriter(Offloading):
         except BaseException as error:
             self._abort(publication, failed(error))
             raise
+        self._early = publication._early = answer["early"]
+        self._tell_written(publication, 0)
         return publication, mapping
+
+    def _tell_written(self, publication: Publication, nbytes: int) -> None:
+        """So many bytes of the segment, from its start, are there; told where other nodes fetch them."""
+        if not publication._early:
+            return
+        where = {"epoch": publication.epoch, "step": publication.step, "attempt": publication._attempt}
+        told = where | {"nbytes": nbytes, "checksums": self.verify_mode == "checksum"}
+        with contextlib.suppress(DaemonUnavailable):  # sealing finds out
+            self._connection.tell("write.progress", told, timeout=DEFAULT_TIMEOUT)
 
     def _check_newest(self) -> None:
         """Raises where the adapter knows that these are not the newest weights."""
@@ -388,9 +401,11 @@ class WeightWriter(Offloading):
         publication.reason = reason
         try:
             started = time.monotonic()
-            table = self._table(mapping)
-            table.run(sharing=self.world_size)
-            publication.nbytes, publication.copy_seconds = table.nbytes, time.monotonic() - started
+            for table, end in self._slices(mapping, publication._early):
+                table.run(sharing=self.world_size)
+                publication.nbytes += table.nbytes
+                self._tell_written(publication, end)
+            publication.copy_seconds = time.monotonic() - started
             sent.append(publication)
             self._seal(publication, deadline)
         except VersionConflict as error:
@@ -409,15 +424,16 @@ class WeightWriter(Offloading):
                 self._next = self._connection.ask("write.slot", {}, timeout=MAX_DEADLINE_MS / 1000)
         return publication
 
-    def _table(self, mapping: Mapping) -> CopyTable:
+    def _slices(self, mapping: Mapping, early: bool) -> list[Slice]:
+        """What is copied, one after the other; all at once where nobody fetches it meanwhile."""
         segment = self._segment
-        key = str(mapping.address)
+        key = mapping.address, early
         if key not in segment.tables:
             summed = self.verify_mode == "checksum"
             views = enumerate(self._holding.piece_views())
-            segment.tables[key] = CopyTable(
-                row for piece, view in views for row in segment.rows(piece, view, mapping, summed=summed)
-            )
+            rows = (row for piece, view in views for row in segment.rows(piece, view, mapping, summed=summed))
+            whole = [] if early else [Slice(CopyTable(rows), segment.nbytes)]
+            segment.tables[key] = sliced(rows, mapping.address + HEADER_BYTES) if early else whole
         return segment.tables[key]
 
     def _seal(self, publication: Publication, deadline: Deadline) -> None:
@@ -432,7 +448,7 @@ class WeightWriter(Offloading):
         answer = self._surviving(lambda deadline: self._ask(operation, deadline.left(), **arguments), deadline)
         if operation == "write.publish":
             publication.epoch, publication._attempt = answer["epoch"], answer["attempt"]
-        self._next = answer["next"]
+        self._next, self._early = answer["next"], answer["early"]
         publication._captured, publication._committed = True, answer["committed"]
 
     def _abort(self, publication: Publication, reason: str) -> None:

@@ -73,7 +73,7 @@ def test_error_comes_back_as_what_it_was() -> None:
 def test_operations_are_these() -> None:
     names = (
         "write.register write.ready write.reserve write.slot write.publish "
-        "write.begin write.seal write.abort write.committed "
+        "write.begin write.progress write.seal write.abort write.committed "
         "write.lend write.choose write.borrow write.affirm write.captured write.revoke write.asked write.give "
         "write.offer read.exchanges group.join group.manifests group.publish group.address group.agree group.watch "
         "group.done "

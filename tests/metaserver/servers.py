@@ -222,7 +222,8 @@ class Client:
 def report(run: str = RUN, **more: Any) -> dict[str, Any]:
     """A report of a job of which the node has nothing; ``more`` replaces."""
     empty: dict[str, Any] = {"local": False, "epoch": 0, "world_size": 0, "keep": 0}
-    lists: dict[str, Any] = {key: [] for key in ("ranks", "versions", "engines", "withdrawn", "waiting", "fetching")}
+    kinds = ("ranks", "versions", "engines", "withdrawn", "waiting", "fetching", "coming")
+    lists: dict[str, Any] = {key: [] for key in kinds}
     return {"run": run, **empty, **lists, "joined": False, "home": False} | more
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from awexd.metaserver import views
 from awexd.metaserver.model import Held, Piece
-from awexd_transports.errors import VersionConflict
+from awexd_transports.errors import VersionConflict, VersionUnavailable
 from tests.metaserver.test_state import JOB, Cluster, joined
 
 
@@ -120,3 +120,117 @@ def test_rank_that_has_sealed_a_step_may_be_ahead_of_one_that_has_not() -> None:
     assert cluster.begin("n1", 5, 1) == attempt
     assert cluster.seal("n1", 5, attempt, 1)
     cluster.commit(6)
+
+
+def foretell(cluster: Cluster, node: str, step: int, attempt: int, rank: int, digest: str = "d") -> None:
+    cluster.state.foretell(node, "r1", JOB, 1, step, attempt, {rank: Piece(digest, 100)})
+
+
+def half_foretold(step: int = 1) -> tuple[Cluster, int]:
+    """Rank 0 has told what it will seal, rank 1 has begun; a third node reads."""
+    cluster = joined()
+    cluster.announce("n2")
+    attempt = cluster.begin("n0", step, 0)
+    cluster.begin("n1", step, 1)
+    foretell(cluster, "n0", step, attempt, 0)
+    return cluster, attempt
+
+
+def grants(cluster: Cluster, node: str, step: int, **more: Any) -> dict[str, list[int]]:
+    found = cluster.state.tickets(node, "r1", JOB, (1, step), now=0.0, **more)
+    return {grant.source.name: sorted(grant.ranks) for grant in found}
+
+
+def test_what_is_written_is_told_once_all_ranks_have_told_of_it() -> None:
+    cluster, attempt = half_foretold()
+    assert views.view(cluster.job)["coming"] == []
+    with pytest.raises(VersionUnavailable):
+        grants(cluster, "n2", 1)
+    foretell(cluster, "n1", 1, attempt, 1)
+    (row,) = views.view(cluster.job)["coming"]
+    assert (row["step"], row["attempt"], row["holders"]) == (1, attempt, {"n0": [0], "n1": [1]})
+    assert row["pieces"] == [[0, "d", 100, False], [1, "d", 100, False]]
+    assert views.view(cluster.job)["pieces"] == []
+
+
+def test_who_fetches_what_is_written_goes_on_when_it_is_committed() -> None:
+    cluster, attempt = half_foretold()
+    foretell(cluster, "n1", 1, attempt, 1)
+    cluster.announce("n3")
+    assert grants(cluster, "n2", 1) == {"n0": [0], "n1": [1]}
+    cluster.report("n2", fetching=frozenset({(1, 1)}))
+    assert grants(cluster, "n3", 1) == {"n2": [0, 1]}
+    cluster.report("n3", fetching=frozenset({(1, 1)}))
+    assert not cluster.seal("n0", 1, attempt, 0)
+    assert cluster.seal("n1", 1, attempt, 1)
+    (version,) = cluster.job.listed()
+    assert (list(version.fetching), dict(version.asked)) == (["n2", "n3"], {"n0": 100, "n1": 100, "n2": 200})
+    assert (cluster.job.coming(), cluster.job.attempts) == ([], {})
+
+
+def test_node_that_fetches_no_more_serves_nobody_what_is_written() -> None:
+    cluster, attempt = half_foretold()
+    foretell(cluster, "n1", 1, attempt, 1)
+    cluster.announce("n3")
+    grants(cluster, "n2", 1)
+    cluster.report("n2")
+    assert grants(cluster, "n3", 1) == {"n0": [0], "n1": [1]}
+    cluster.state.leave("n3", "r1")
+    assert list(cluster.job.coming()[0].fetching) == []
+
+
+def test_rank_that_seals_other_bytes_than_it_told_of_has_them_committed_and_nothing_carried_over() -> None:
+    cluster, attempt = half_foretold()
+    foretell(cluster, "n1", 1, attempt, 1)
+    grants(cluster, "n2", 1)
+    cluster.seal("n0", 1, attempt, 0, digest="other")
+    assert cluster.seal("n1", 1, attempt, 1)
+    (version,) = cluster.job.listed()
+    assert (version.pieces[0].digest, list(version.fetching)) == ("other", [])
+
+
+def test_what_is_told_of_an_attempt_must_be_of_that_nodes_ranks_and_stay_so() -> None:
+    cluster, attempt = half_foretold()
+    with pytest.raises(VersionConflict, match="is not registered on node n0"):
+        foretell(cluster, "n0", 1, attempt, 1)
+    with pytest.raises(VersionConflict, match="other bytes"):
+        foretell(cluster, "n0", 1, attempt, 0, digest="other")
+    foretell(cluster, "n1", 1, attempt + 7, 1)  # over, or of another process: of no use
+    foretell(cluster, "n1", 2, attempt, 1)
+    assert cluster.job.coming() == []
+
+
+@pytest.mark.parametrize("end", ["abort", "leave", "anew"])
+def test_attempt_that_is_over_is_told_no_more(end: str) -> None:
+    cluster, attempt = half_foretold()
+    foretell(cluster, "n1", 1, attempt, 1)
+    if end == "abort":
+        cluster.state.abort("n1", "r1", JOB, 1, 1, attempt, "why")
+    elif end == "leave":
+        cluster.state.leave("n1", "r1")
+    else:
+        assert cluster.begin("n1", 1, 1) > attempt  # what others have of the rank must not meet its next bytes
+    assert views.view(cluster.job)["coming"] == []
+    assert attempt in cluster.job.aborted
+
+
+def test_trainer_of_one_node_tells_with_its_report_what_it_writes() -> None:
+    cluster = Cluster("n0", "n1", "n2")
+    pieces = {rank: Piece("d", 100) for rank in range(2)}
+    coming = (Held((1, 2), 77, pieces),)
+    cluster.report("n0", (1, 1, 76), ranks=2, coming=coming)
+    assert grants(cluster, "n1", 2) == {"n0": [0, 1]}
+    cluster.report("n1", fetching=frozenset({(1, 2)}))
+    cluster.report("n0", (1, 1, 76), (1, 2, 77), ranks=2)
+    assert list(cluster.job.versions[1, 2].fetching) == ["n1"]
+    cluster.report("n0", (1, 1, 76), (1, 2, 77), ranks=2, coming=(Held((1, 3), 78, pieces),))
+    (row,) = views.view(cluster.job)["coming"]
+    assert row["step"] == 3
+    cluster.report("n0", (1, 1, 76), (1, 2, 77), ranks=2, coming=(Held((1, 3), 79, pieces),))
+    (row,) = views.view(cluster.job)["coming"]
+    assert row["attempt"] == 79
+    cluster.report("n0", (1, 1, 76), (1, 2, 77), ranks=2)
+    assert views.view(cluster.job)["coming"] == []
+    cluster.report("n0", (1, 1, 76), (1, 2, 77), ranks=2, coming=(Held((1, 3), 80, pieces),))
+    cluster.state.leave("n0", "r1")  # which decides: it may commit it all the same
+    assert (cluster.job.coming(), dict(cluster.job.aborted)) == ([], {})

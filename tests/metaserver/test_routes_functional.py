@@ -77,6 +77,11 @@ def test_every_route_answers_as_the_document_says(pair: Client) -> None:
     pair.call("home", {"node": "n0", "run": RUN}, job=JOB)
     pair.join(JOB, "n1", [1], 2, epoch=1)
     second = pair.begin(JOB, "n1", 1, 2, [1])
+    assert pair.begin(JOB, "n0", 1, 2, [0]) == second
+    for node, rank in (("n0", 0), ("n1", 1)):
+        told = {"node": node, "run": RUN, "epoch": 1, "step": 2, "attempt": second}
+        pair.call("foretell", told | {"pieces": [[rank, DIGEST, 100 + rank, False]]}, job=JOB)
+    assert [row["step"] for row in pair.call("job", job=JOB)["coming"]] == [2]
     pair.seal(JOB, "n1", 1, 2, second, [1])
     why = where | {"step": 2, "attempt": second, "reason": "out of memory"}
     assert pair.call("abort", why, job=JOB) == {"aborted": True}
