@@ -88,7 +88,7 @@ def test_bytes_come_as_far_as_a_rank_tells_and_slices_are_exact(cluster: Cluster
     )
 
     def all_but_tables(status: dict[str, Any]) -> bool:
-        return job_of(status, "slices")["elsewhere"]["fetching"]["received_bytes"] > before
+        return bool(job_of(status, "slices")["elsewhere"]["fetching"]["received_bytes"] > before)
 
     status = cluster.until("c", all_but_tables)
     assert job_of(status, "slices")["elsewhere"]["fetching"]["received_bytes"] <= before + nbytes
