@@ -184,6 +184,8 @@ class State:
         else:
             # Ranks that it had reported, not joined, are none of its own any more.
             job.members = {rank: one for rank, one in job.members.items() if one.node != name or one.incarnation}
+            if job.attempts and writing.foretell_local(job, name, ()):
+                self.touched.add(job.name)
             if report.joined:
                 self._withdraw(job, name, report)
         refused = self._take_versions(job, name, report)

@@ -214,7 +214,7 @@ def foretell_local(job: Job, node: str, told: Iterable[Held]) -> bool:
         for held in told
         if held.key[0] == job.epoch and held.key[1] > job.high and len(held.pieces) == job.world_size
     }
-    before = [attempt for attempt in job.attempts.values() if attempt.local]
+    before = _local(job, node)
     for attempt in before:
         held = wanted.get(attempt.step)
         if held is None or (held.attempt, dict(held.pieces)) != (attempt.number, attempt.pieces):
@@ -225,7 +225,7 @@ def foretell_local(job: Job, node: str, told: Iterable[Held]) -> bool:
             attempt = Attempt(held.attempt, job.epoch, step, begun, pieces=pieces, local=True)
             attempt.coming = _coming(job, attempt)
             job.attempts[step] = attempt
-    return before != [attempt for attempt in job.attempts.values() if attempt.local]
+    return before != _local(job, node)
 
 
 def abort(job: Job, node: str, epoch: int, step: int, number: int | None, reason: str) -> bool:
@@ -337,6 +337,11 @@ def _commit(job: Job, attempt: Attempt) -> Version:
     for older in [other for other in job.attempts.values() if other.step < attempt.step]:
         abort_attempt(job, older, f"step {attempt.step} was committed first")
     return version
+
+
+def _local(job: Job, node: str) -> list[Attempt]:
+    """What that node alone decides."""
+    return [attempt for attempt in job.attempts.values() if attempt.local and node in attempt.begun.values()]
 
 
 def _coming(job: Job, attempt: Attempt) -> Version:

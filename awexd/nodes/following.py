@@ -206,7 +206,7 @@ class Follow:
     def _still(self, bringing: Bringing) -> bool:
         """Whether to go on with it. What may never be committed makes way for what is."""
         mirror = self.job.mirror
-        first = self._committed() if bringing.early else None
+        first = self._committed() if isinstance(bringing, Early) and not bringing.committed else None
         return bringing.good and (first is None or (mirror is not None and first == mirror.fetching))
 
     def stop(self) -> None:

@@ -10,7 +10,7 @@ from awexd.store import Wait
 from awexd.store.model import SegmentState
 from awexd.store.writing import Begun
 from awexd_transports.errors import EpochChanged, InvalidArgument, VersionConflict
-from tests.awexd.store_clients import JOB, Engine, Trainer, World, check, digest, engines, trainers
+from tests.awexd.store_clients import JOB, NBYTES, Engine, Trainer, World, check, digest, engines, trainers
 
 
 @pytest.fixture
@@ -293,3 +293,48 @@ def test_abort_without_a_number_by_a_process_of_an_older_epoch_does_nothing(worl
     world.store.abort(old.session, 1, None, "too late")
     new[1].publish_filled(1)
     assert world.held() == [(2, 1)]
+
+
+def test_progress_is_of_the_sessions_own_unsealed_segment_and_only_grows(world: World) -> None:
+    first, second = trainers(world, 2)
+    begun = first.begin(1)
+    where = (1, 1, begun.attempt.number)
+    _, attempt = world.store.progress(first.session, *where, 0, True)
+    assert world.drain() == {JOB}
+    world.store.progress(first.session, *where, NBYTES, True)
+    assert world.drain() == set()  # nobody waits for more than the first word
+    assert attempt.written == {0: NBYTES}
+    for nbytes, checksums in ((NBYTES - 1, True), (NBYTES + 1, True), (NBYTES, False)):
+        with pytest.raises(InvalidArgument, match="rank 0 tells of"):
+            world.store.progress(first.session, *where, nbytes, checksums)
+    with pytest.raises(VersionConflict, match="is over"):
+        world.store.progress(second.session, *where, 0, True)  # it has not begun
+    with pytest.raises(VersionConflict, match="is over"):
+        world.store.progress(first.session, 1, 1, begun.attempt.number + 1, NBYTES, True)
+    first.seal(begun)
+    with pytest.raises(VersionConflict, match="has sealed step 1"):
+        world.store.progress(first.session, *where, NBYTES, True)
+
+
+def test_slot_that_other_nodes_fetch_from_is_filled_anew_only_when_they_are_done(world: World) -> None:
+    (trainer,) = trainers(world, 1, keep=2)
+    for step in (1, 2):
+        trainer.publish(step)
+    begun = trainer.begin(3)
+    world.store.offer(begun.segment)
+    trainer.abort(begun)
+    assert begun.segment.state is SegmentState.FREE
+    assert isinstance(trainer.try_begin(3), Wait)
+    world.store.offer_no_more(world.job, [begun.segment])
+    assert world.drain() == {JOB}
+    assert trainer.begin(3).segment is begun.segment
+
+
+def test_rank_that_begins_a_step_anew_after_it_told_of_it_discards_it_for_all(world: World) -> None:
+    first, second = trainers(world, 2)
+    begun, other = first.begin(1), second.begin(1)
+    world.store.progress(first.session, 1, 1, begun.attempt.number, 16, False)
+    again = first.begin(1)
+    assert again.attempt.number > begun.attempt.number
+    with pytest.raises(VersionConflict, match="rank 0 began it anew"):
+        second.seal(other)
