@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 
@@ -37,16 +37,25 @@ PUBLISH = """
 [tensor.fill_(value(at, {step})) for at, tensor in enumerate(weights.values())]
 writer.publish({step}).committed(timeout=60)
 """
+WRITTEN = """
+[tensor.fill_(value(at, {step}) + {more}) for at, tensor in enumerate(weights.values())]
+update = writer.begin({step}).__enter__()
+update.write([Shard(name, tensor) for name, tensor in weights.items()])
+writer._tell_written(update.publication, writer._segment.manifest.segment_nbytes)
+result = update.publication._early
+"""
+SEALED = "update.__exit__(None, None, None)\nupdate.publication.committed(timeout=60)"
+GIVEN_UP = "update.__exit__(RuntimeError, RuntimeError('out of memory'), None)"
 OPEN_READER = """
 weights = {{str(at): torch.full(({elements},), -1.0) for at in range({tensors})}}
 reader = WorkerWeightsReader("j", {engine!r}, {rank}, {size}, {socket!r}, verify={verify!r})
 reader.register(weights)
-def wrong(step):
-    return [at for at, tensor in enumerate(weights.values()) if not bool((tensor == at + 100 * step).all())]
+def wrong(step, more=0):
+    return [at for at, tensor in enumerate(weights.values()) if not bool((tensor == at + 100 * step + more).all())]
 """
 UPDATE = """
 done = reader.update({step}, timeout={timeout}, overlap=True)
-result = [done.step, wrong(done.step), done.pause_seconds, done.stage_seconds, done.bytes]
+result = [done.step, wrong(done.step, {more}), done.pause_seconds, done.stage_seconds, done.bytes]
 """
 
 
@@ -104,7 +113,7 @@ def test_copies_what_has_come_while_the_rest_is_on_its_way(folder: Path, forks: 
     with gated(folder) as (cluster, gate):
         trainer = writer_on(cluster["a"], forks(1)[0], verify)
         reader = reader_on(cluster["b"], forks(1)[0], verify=verify)
-        reader.start(UPDATE.format(step=1, timeout=60))
+        reader.start(UPDATE.format(step=1, timeout=60, more=0))
         trainer.do(PUBLISH.format(step=1))
         gate.closed()
         lasting(HELD_SECONDS)
@@ -114,7 +123,7 @@ def test_copies_what_has_come_while_the_rest_is_on_its_way(folder: Path, forks: 
         assert (step, wrong, nbytes) == (1, [], NBYTES)
         assert pause >= HELD_SECONDS / 2  # its first bytes were touched before the rest was let through
         for step in range(2, 6):  # in all slots
-            reader.start(UPDATE.format(step=step, timeout=60))
+            reader.start(UPDATE.format(step=step, timeout=60, more=0))
             trainer.do(PUBLISH.format(step=step))
             assert reader.finish()[:2] == [step, []]
         assert reader.do("result = [reader.state, reader.version]") == ["ready", [1, 5]]
@@ -123,7 +132,7 @@ def test_copies_what_has_come_while_the_rest_is_on_its_way(folder: Path, forks: 
 def caught(cluster: Cluster, gate: Gate, trainer: Process, readers: list[Process], step: int, timeout: float) -> None:
     """Readers are in the middle of an update to that step, of which a part is there."""
     for reader in readers:
-        reader.start(UPDATE.format(step=step, timeout=timeout))
+        reader.start(UPDATE.format(step=step, timeout=timeout, more=0))
     trainer.do(PUBLISH.format(step=step))
     gate.closed()
     lasting(HELD_SECONDS / 3)
@@ -150,7 +159,7 @@ def test_source_that_is_gone_leaves_it_dirty_and_the_next_update_mends_that(fold
         gate.open()
         trainer, reader = writer_on(cluster["a"], forks(1)[0]), reader_on(cluster["b"], forks(1)[0])
         trainer.do(PUBLISH.format(step=1))
-        assert reader.do(UPDATE.format(step=1, timeout=60))[:2] == [1, []]
+        assert reader.do(UPDATE.format(step=1, timeout=60, more=0))[:2] == [1, []]
         gate.shut()
         caught(cluster, gate, trainer, [reader], 2, 4)
         cluster["a"].kill()
@@ -161,11 +170,11 @@ def test_source_that_is_gone_leaves_it_dirty_and_the_next_update_mends_that(fold
         assert reader.do("result = [reader.state, reader.version]") == ["dirty", None]
         worker = job_of(cluster["b"].ask("status"), "j")["engines"][0]["workers"][0]
         assert (worker["state"], worker["version"]) == ("dirty", None)
-        assert reader.do(UPDATE.format(step=1, timeout=60))[:2] == [1, []]  # what it had, in full again
+        assert reader.do(UPDATE.format(step=1, timeout=60, more=0))[:2] == [1, []]  # what it had, in full again
         assert reader.do("result = [reader.state, reader.version]") == ["ready", [1, 1]]
         gate.open()
         cluster["a"].start()
-        assert reader.do(UPDATE.format(step=2, timeout=60))[:2] == [2, []]
+        assert reader.do(UPDATE.format(step=2, timeout=60, more=0))[:2] == [2, []]
 
 
 def test_version_that_is_withdrawn_on_its_way(folder: Path, forks: Forks) -> None:
@@ -173,7 +182,7 @@ def test_version_that_is_withdrawn_on_its_way(folder: Path, forks: Forks) -> Non
         gate.open()
         trainer, reader = writer_on(cluster["a"], forks(1)[0]), reader_on(cluster["b"], forks(1)[0])
         trainer.do(PUBLISH.format(step=1))
-        assert reader.do(UPDATE.format(step=1, timeout=60))[:2] == [1, []]
+        assert reader.do(UPDATE.format(step=1, timeout=60, more=0))[:2] == [1, []]
         gate.shut()
         caught(cluster, gate, trainer, [reader], 2, 60)
         cluster["a"].ask("rollback", job="j", step=1)
@@ -181,10 +190,10 @@ def test_version_that_is_withdrawn_on_its_way(folder: Path, forks: Forks) -> Non
             reader.finish()
         assert raised.value.kind == "VersionUnavailable"
         assert reader.do("result = reader.state") == "dirty"
-        assert reader.do(UPDATE.format(step=None, timeout=60))[:2] == [1, []]
+        assert reader.do(UPDATE.format(step=None, timeout=60, more=0))[:2] == [1, []]
         gate.open()
         for step in range(3, 7):  # the slots that were copied from have been replaced
-            reader.start(UPDATE.format(step=step, timeout=60))
+            reader.start(UPDATE.format(step=step, timeout=60, more=0))
             trainer.do(PUBLISH.format(step=step))
             assert reader.finish()[:2] == [step, []]
 
@@ -195,12 +204,12 @@ def test_reader_killed_in_the_middle_holds_nothing(folder: Path, forks: Forks) -
         caught(cluster, gate, trainer, [reader], 1, 60)
         os.kill(reader.pid, signal.SIGKILL)
         successor = reader_on(cluster["b"], forks(1)[0])
-        successor.start(UPDATE.format(step=1, timeout=60))
+        successor.start(UPDATE.format(step=1, timeout=60, more=0))
         lasting(HELD_SECONDS / 3)
         gate.open()
         assert successor.finish()[:2] == [1, []]
         for step in range(2, 6):
-            successor.start(UPDATE.format(step=step, timeout=60))
+            successor.start(UPDATE.format(step=step, timeout=60, more=0))
             trainer.do(PUBLISH.format(step=step))
             assert successor.finish()[:2] == [step, []]
         job = job_of(cluster["b"].ask("status"), "j")
@@ -216,3 +225,69 @@ def test_daemon_killed_in_the_middle_begins_again(folder: Path, forks: Forks) ->
         cluster["b"].start()
         assert reader.finish()[:2] == [1, []]
         until(cluster["b"], lambda status: job_of(status, "j").get("held") == [[1, 1]])
+
+
+def written_early(cluster: Cluster, trainer: Process, reader: Process, step: int, more: int = 0) -> None:
+    """A reader is in the middle of an update to a step that its trainer has written and not sealed; all has come."""
+    assert trainer.do(WRITTEN.format(step=step, more=more))  # other nodes fetch it early
+
+    def all_here(status: dict[str, Any]) -> bool:
+        fetching = (job_of(status, "j").get("elsewhere") or {}).get("fetching")
+        return bool(fetching and fetching["version"][1] == step and fetching["received_bytes"] == NBYTES)
+
+    until(cluster["b"], all_here)
+    lasting(HELD_SECONDS / 3)
+    assert [1, step] not in job_of(cluster["b"].ask("status"), "j")["held"]
+
+
+def test_copies_what_is_not_committed_yet_and_has_it_only_once_it_is(folder: Path, forks: Forks) -> None:
+    with Cluster(folder, "a", "b") as cluster:
+        trainer = writer_on(cluster["a"], forks(1)[0], "off")
+        reader, waits = (reader_on(cluster["b"], one, name, "off") for one, name in zip(forks(2), "ef", strict=True))
+        trainer.do(PUBLISH.format(step=1))
+        for one in (reader, waits):
+            assert one.do(UPDATE.format(step=1, timeout=60, more=0))[:2] == [1, []]
+        reader.start(UPDATE.format(step=2, timeout=60, more=0))
+        written_early(cluster, trainer, reader, 2)
+        assert waits.do(UPDATE.format(step=None, timeout=60, more=0))[:2] == [1, []]  # the newest that is committed
+        trainer.do(SEALED)
+        step, wrong, pause, _, _ = reader.finish()
+        assert (step, wrong) == (2, [])
+        assert pause >= HELD_SECONDS / 6
+        assert waits.do(UPDATE.format(step=2, timeout=60, more=0))[:2] == [2, []]
+
+
+def test_what_was_copied_of_an_aborted_attempt_is_copied_again(folder: Path, forks: Forks) -> None:
+    with Cluster(folder, "a", "b") as cluster:
+        trainer = writer_on(cluster["a"], forks(1)[0], "off")
+        reader = reader_on(cluster["b"], forks(1)[0], verify="off")
+        trainer.do(PUBLISH.format(step=1))
+        assert reader.do(UPDATE.format(step=1, timeout=60, more=0))[:2] == [1, []]
+        reader.start(UPDATE.format(step=2, timeout=60, more=7))
+        written_early(cluster, trainer, reader, 2)
+        trainer.do(GIVEN_UP)
+        lasting(HELD_SECONDS / 3)
+        written_early(cluster, trainer, reader, 2, more=7)
+        trainer.do(SEALED)
+        assert reader.finish()[:2] == [2, []]
+        reader.start(UPDATE.format(step=3, timeout=2, more=0))
+        written_early(cluster, trainer, reader, 3)
+        trainer.do(GIVEN_UP)
+        with pytest.raises(RemoteError, match="step 3"):
+            reader.finish()
+        assert reader.do("result = reader.state") == "dirty"
+        assert reader.do(UPDATE.format(step=2, timeout=60, more=7))[:2] == [2, []]
+
+
+def test_trainer_killed_in_the_middle_of_what_is_copied(folder: Path, forks: Forks) -> None:
+    with Cluster(folder, "a", "b") as cluster:
+        trainer = writer_on(cluster["a"], forks(1)[0], "off")
+        reader = reader_on(cluster["b"], forks(1)[0], verify="off")
+        trainer.do(PUBLISH.format(step=1))
+        assert reader.do(UPDATE.format(step=1, timeout=60, more=0))[:2] == [1, []]
+        reader.start(UPDATE.format(step=2, timeout=60, more=0))
+        written_early(cluster, trainer, reader, 2)
+        os.kill(trainer.pid, signal.SIGKILL)
+        successor = writer_on(cluster["a"], forks(1)[0], "off")
+        successor.do(PUBLISH.format(step=2))
+        assert reader.finish()[:2] == [2, []]
