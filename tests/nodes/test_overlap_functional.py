@@ -27,7 +27,7 @@ HOLD = NBYTES * 5 // 8
 HELD_SECONDS = 1.5
 
 OPEN_WRITER = """
-weights = {{str(at): torch.zeros({elements}) for at in range({tensors})}}
+weights = {{str(at): torch.zeros({elements}, device={device!r}) for at in range({tensors})}}
 writer = WeightWriter("j", 0, 1, {socket!r}, verify={verify!r}, mode="host", epoch="continue")
 writer.register(weights)
 def value(at, step):
@@ -47,7 +47,7 @@ result = update.publication._early
 SEALED = "update.__exit__(None, None, None)\nupdate.publication.committed(timeout=60)"
 GIVEN_UP = "update.__exit__(RuntimeError, RuntimeError('out of memory'), None)"
 OPEN_READER = """
-weights = {{str(at): torch.full(({elements},), -1.0) for at in range({tensors})}}
+weights = {{str(at): torch.full(({elements},), -1.0, device={device!r}) for at in range({tensors})}}
 reader = WorkerWeightsReader("j", {engine!r}, {rank}, {size}, {socket!r}, verify={verify!r})
 reader.register(weights)
 def wrong(step, more=0):
@@ -59,16 +59,23 @@ result = [done.step, wrong(done.step, {more}), done.pause_seconds, done.stage_se
 """
 
 
-def writer_on(daemon: Daemon, process: Process, verify: str = "checksum") -> Process:
-    process.do(OPEN_WRITER.format(socket=daemon.socket, elements=ELEMENTS, tensors=TENSORS, verify=verify))
+def writer_on(daemon: Daemon, process: Process, verify: str = "checksum", device: str = "cpu") -> Process:
+    given = {"socket": daemon.socket, "elements": ELEMENTS, "tensors": TENSORS, "verify": verify, "device": device}
+    process.do(OPEN_WRITER.format(**given))
     return process
 
 
 def reader_on(
-    daemon: Daemon, process: Process, engine: str = "e", verify: str = "checksum", rank: int = 0, size: int = 1
+    daemon: Daemon,
+    process: Process,
+    engine: str = "e",
+    verify: str = "checksum",
+    rank: int = 0,
+    size: int = 1,
+    device: str = "cpu",
 ) -> Process:
-    given = {"socket": daemon.socket, "elements": ELEMENTS, "tensors": TENSORS, "verify": verify, "engine": engine}
-    process.do(OPEN_READER.format(**given, rank=rank, size=size))
+    given = {"socket": daemon.socket, "elements": ELEMENTS, "tensors": TENSORS, "verify": verify, "device": device}
+    process.do(OPEN_READER.format(**given, engine=engine, rank=rank, size=size))
     return process
 
 
