@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ from awexd_transports.collective.chunks import FORMAT
 from awexd_transports.collective.rings import DeviceRing, HostRing, Ring
 from awexd_transports.collective.sockets import SocketGroup
 from awexd_transports.collective.tcp import TcpGroup
+from awexd_transports.cuda import driver as cuda
 from awexd_transports.errors import AwexdError
 
 REASON_SECONDS = 1.0
@@ -232,3 +234,11 @@ def device_of(holding: Holding) -> int | None:
     """The device whose NCCL the client of these tensors would use; None: some are elsewhere, or it has none."""
     device = holding.reading_device
     return device if device is not None and nccl.available() else None
+
+
+def device_name(device: int | None) -> str | None:
+    """What tells it from all others, of whatever node: NCCL lets ranks of two hosts (NCCL_HOSTID) be on one."""
+    if device is None:
+        return None
+    uuid, host = cuda.driver.devices()[device], os.environ.get("NCCL_HOSTID")
+    return f"{uuid} {host[:64]}" if host else uuid

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from awexd.manifests import unbundle
 from awexd.protocol import MAX_DEADLINE_MS
 from awexd_client.endpoint import Deadline
-from awexd_client.exchanges import ABORT_SECONDS, Exchanges, Joined, device_of
+from awexd_client.exchanges import ABORT_SECONDS, Exchanges, Joined, device_name, device_of
 from awexd_client.holding import Holding
 from awexd_client.lending import CLOSE_SECONDS, Lender
 from awexd_client.outgoing import SegmentLayout
@@ -238,11 +238,10 @@ class _Serving(threading.Thread):
 
     def _join(self) -> Joined | None:
         device, writer = device_of(self._offered.holding), self._owner._writer
-        uuid = None if device is None else cuda.driver.devices()[device]
         arguments = {
             "attempt": self.publication._attempt,
             "lease": None,
-            "device": uuid,
+            "device": device_name(device),
             "sums": writer.verify_mode == "checksum",
         }
         while True:

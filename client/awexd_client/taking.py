@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from awexd_client.endpoint import Deadline
-from awexd_client.exchanges import Exchanges, Joined, device_of
+from awexd_client.exchanges import Exchanges, Joined, device_name, device_of
 from awexd_client.holding import Holding
 from awexd_client.session import Connection
 from awexd_client.shares import Receiving, received
@@ -13,7 +13,6 @@ from awexd_client.tables import Sources
 from awexd_transports.collective.base import Guard, Lost
 from awexd_transports.collective.rings import Ring
 from awexd_transports.collective.rounds import writers_of
-from awexd_transports.cuda import driver as cuda
 from awexd_transports.errors import VersionUnavailable
 
 
@@ -50,8 +49,7 @@ class Taker:
             IntegrityError, ManifestMismatch, InvalidArgument, DeadlineExceeded
         """
         device = device_of(holding)
-        uuid = None if device is None else cuda.driver.devices()[device]
-        arguments = {"attempt": None, "lease": lease, "device": uuid, "sums": sums}
+        arguments = {"attempt": None, "lease": lease, "device": device_name(device), "sums": sums}
         joined = Joined.of(connection.call("group.join", arguments, timeout=deadline.left())[0])
         if joined is None:
             raise VersionUnavailable("this version was taken back by its trainer", {"exchange": 0})

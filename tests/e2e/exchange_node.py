@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 
 from awexd.protocol import Message
@@ -13,11 +14,13 @@ from tests.e2e.workers.processes import Process, RemoteError, together
 Fork = Callable[[], Process]
 
 WRITER = """
+os.environ.update({environ!r})
 rank = weights.Rank("writer", {rank}, {size}, {device!r})
 writer = WeightWriter({job!r}, {rank}, {size}, {socket!r}, transport="nccl", verify={verify!r}, ring_bytes={ring})
 writer.register(rank.shards)
 """
 READER = """
+os.environ.update({environ!r})
 held = weights.Rank("reader", {rank}, {size}, {device!r})
 reader = WorkerWeightsReader(
     {job!r}, {engine!r}, {rank}, {size}, {socket!r}, transport="nccl", verify={verify!r}, ring_bytes={ring}
@@ -64,6 +67,7 @@ class Crew:
         ring: bytes; small ones make many messages of small tensors.
         devices, sockets: of each process, writers first; those beyond the last have the first one's. Without
             ``sockets`` all are of ``daemon``, which is the one that is asked.
+        hosts: to NCCL, each process is on a host of its own.
     """
 
     def __init__(
@@ -78,8 +82,9 @@ class Crew:
         job: str = "grpo",
         devices: Sequence[str] = ("cpu",),
         sockets: Sequence[str] = (),
+        hosts: bool = False,
     ) -> None:
-        self.daemon, self.fork = daemon, fork
+        self.daemon, self.fork, self._hosts = daemon, fork, itertools.count() if hosts else None
         self._devices, self._first = devices, devices[0]
         self._sockets = sockets or [daemon.socket]
         self.given = {"job": job, "socket": daemon.socket, "verify": verify, "ring": ring}
@@ -91,16 +96,22 @@ class Crew:
             self.add(f"e{len(self.engines)}", size)
 
     def writer(self, rank: int, size: int, **more: object) -> str:
-        return WRITER.format(**self.given | {"rank": rank, "size": size, "device": self._first} | more)
+        given = {"rank": rank, "size": size, "device": self._first, "environ": self._environ()}
+        return WRITER.format(**self.given | given | more)
 
     def reader(self, engine: str, rank: int, size: int, **more: object) -> str:
-        given = {"engine": engine, "rank": rank, "size": size, "device": self._first}
+        given = {"engine": engine, "rank": rank, "size": size, "device": self._first, "environ": self._environ()}
         return READER.format(**self.given | given | more)
 
     def add(self, engine: str, size: int) -> list[Process]:
         self.engines[engine] = workers = [self.fork() for _ in range(size)]
         together(workers, [self.reader(engine, rank, size, **self._next_place()) for rank in range(size)])
         return workers
+
+    def _environ(self) -> dict[str, str]:
+        if self._hosts is None:
+            return {}
+        return {"NCCL_HOSTID": f"host{next(self._hosts)}", "NCCL_SOCKET_IFNAME": "lo"}
 
     def _next_place(self) -> dict[str, str]:
         device, *self._devices = self._devices or [self._first]
