@@ -42,12 +42,14 @@ class Early(Bringing):
         attempt = job.attempts.get(key[1])
         own = attempt.segments if attempt is not None and attempt.number == listing.attempt else {}
         self._here = {rank: job.segments[segment_id] for rank, segment_id in own.items()}
+        self._committed = False
 
     @property
     def committed(self) -> bool:
-        """That attempt, with those bytes."""
+        """That attempt, with those bytes; it stays so where it is listed no more: who is in the middle has a grace."""
         listed = self._mirror.listed.get(self._key)
-        return listed is not None and listed[:2] == self._listed[:2]
+        self._committed = self._committed or (listed is not None and listed[:2] == self._listed[:2])
+        return self._committed
 
     @property
     def good(self) -> bool:
@@ -57,13 +59,17 @@ class Early(Bringing):
         here = job.versions.get(self._key)
         if here is not None and not (here.attempt == number and here.partial and not here.leaving):
             return False
+        if self.committed:
+            return True
         coming, listed = self._mirror.coming.get(self._key), self._mirror.listed.get(self._key)
         if listed is None:
             return coming is not None and coming[:2] == self._listed[:2]
-        return self.committed or (listed.attempt == number and not listed.pieces)  # of which it has yet to be told
+        return listed.attempt == number and not listed.pieces  # of which the MetaServer has yet to be told
 
     def _check_wanted(self, *, whole: bool = False) -> None:
-        if not self.good:
+        if self.committed:
+            super()._check_wanted(whole=whole)
+        elif not self.good:
             raise VersionConflict(f"{self.doing()}: that attempt is over")
 
     async def _all(

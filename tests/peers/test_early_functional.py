@@ -72,12 +72,12 @@ class TestEarly:
     async def test_table_that_is_there_first_is_compared_with_what_comes_after(
         self, node: Callable[..., Node], segment: Callable[..., Segment], held: Segment
     ) -> None:
-        into, came = segment(held.nbytes), list[Piece]()
-        fetch = early(into, came.append)
+        into = segment(held.nbytes)
+        fetch = early(into, list[Piece]().append)
         fetch.sealed()
         await fetch.run([node("a", {0: held}).source()], WITHIN)
         assert np.array_equal(into.copy(), held.copy())
-        assert came == []
+        assert (fetch.left, fetch.again) == (0, 0)
 
     @pytest.mark.parametrize("places", [[3 * MiB], [200, 3 * MiB + 5, 11 * MiB + 1]])
     async def test_bits_that_flip_before_the_table_is_there_are_seen_then(
