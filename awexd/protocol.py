@@ -19,7 +19,7 @@ import orjson
 
 from awexd_transports.errors import AwexdError, InvalidArgument, ProtocolError
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_FRAME_BYTES = 1 << 20
 MAX_FDS = 128
 """Descriptors on one frame (the kernel takes 253)."""
