@@ -216,7 +216,7 @@ class _Fetch:
     def came(self, piece: int) -> None:
         self._here[piece] = 1
         self._left -= 1
-        self.landed += self.needs.nbytes[piece]
+        self.landed += float(self.needs.nbytes[piece])
         for lane in self._waiting.pop(piece, ()):
             lane.go_on()
         self._came(piece)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -40,14 +41,15 @@ class Waves:
             count = int(max(1, min(WAVES, total // WAVE_BYTES)))
             of_wave, read = [0] * count, [0.0] * count
             for piece in order[share[order] > 0].tolist():
-                low, high = count * before / total, count * (before + share[piece]) / total
-                before += float(share[piece])
-                first, last = min(count - 1, int(low)), min(count - 1, int(np.ceil(high - 1e-9)) - 1)
+                mine = float(share[piece])
+                low, high = count * before / total, count * (before + mine) / total
+                before += mine
+                first, last = min(count - 1, int(low)), min(count - 1, math.ceil(high - 1e-9) - 1)
                 for wave in range(first, max(first, last) + 1):
                     touched[piece].append((worker, wave))
                     of_wave[wave] += 1
                     part = (min(high, wave + 1) - max(low, wave)) / (high - low) if last > first else 1.0
-                    read[wave] += float(share[piece]) * part
+                    read[wave] += mine * part
             pieces.append(of_wave)
             nbytes.append(read)
         return cls(touched, pieces, nbytes)
