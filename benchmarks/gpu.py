@@ -241,6 +241,8 @@ GROUPS = [
     Group(("host-publish-checksum", "host-update-checksum"), host_checksums),
 ]
 KNOWN = [name for group in GROUPS for name in (*group.names, *group.peers)]
+OTHERS = ["overlap-launch", "overlap-waves"]
+"""Of ``overlap.py``, which writes the same file."""
 
 
 def run(bench: Bench, wanted: Iterable[str]) -> Iterator[Figure]:
@@ -292,7 +294,7 @@ def main() -> None:
         figures.append(figure)
         print(table([figure])[1], flush=True)
         if arguments.write:
-            write(RESULTS, figures, f"{command} --rounds {arguments.rounds}", keep=KNOWN)
+            write(RESULTS, figures, f"{command} --rounds {arguments.rounds}", keep=[*KNOWN, *OTHERS])
     print("\n".join(["", *table(figures), "", *(f"{one.name}: {one.note}" for one in figures if one.note)]))
 
 
