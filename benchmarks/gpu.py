@@ -241,7 +241,7 @@ GROUPS = [
     Group(("host-publish-checksum", "host-update-checksum"), host_checksums),
 ]
 KNOWN = [name for group in GROUPS for name in (*group.names, *group.peers)]
-OTHERS = ["overlap-launch", "overlap-waves"]
+OTHERS = ["overlap-launch", "overlap-waves", "early-publish"]
 """Of ``overlap.py``, which writes the same file."""
 
 

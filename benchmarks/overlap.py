@@ -1,14 +1,16 @@
-"""What it costs a GPU to take a version in waves, as ``update(overlap=True)`` does, instead of at once.
+"""What it costs a GPU to take a version in waves, as ``update(overlap=True)`` does, and to give one in slices.
 
 The set is that of ``gpu.py`` (``moe``), in one segment of shared memory that is registered with CUDA.
 ``overlap-launch``: milliseconds to launch a wave that is alone, beside the copies' own time: all waves, each launched
 when the one before is done, less one update, over their number. ``overlap-waves``: all launched at once, over one
-update. Every bit is compared. With ``--write`` the figures go to ``benchmarks/results/h200.json``.
+update. ``early-publish``: a publish in slices, each told when it is there, as where other nodes fetch early, over one
+at once. Every bit is compared. With ``--write`` the figures go to ``benchmarks/results/h200.json``.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import statistics
 import sys
@@ -24,8 +26,11 @@ from awexd.bench.figures import Figure, names, table, write
 from awexd.bench.gpu.weights import Weights
 from awexd_client.holding import Holding
 from awexd_client.mappings import Mapping
+from awexd_client.outgoing import SegmentLayout, sliced
 from awexd_client.tables import Prepared, Sources, prepare, run_all
 from awexd_client.waves import Wave, waves
+from awexd_transports.copy import CopyTable
+from awexd_transports.layout import Manifest
 from awexd_transports.plan import plan
 from awexd_transports.segment import HEADER_BYTES, segment_nbytes
 
@@ -71,9 +76,47 @@ def measure(weights: Weights, device: str, rounds: int) -> list[Figure]:
     prepared = prepare(holding, sources, {0: mapping}, None)
     found = waves(holding, sources, {0: mapping}, None, [-(-nbytes // PIECE_BYTES)])
     try:
-        return _figures(weights, prepared, found, rounds, lambda: _check(made, live))
+        figures = _figures(weights, prepared, found, rounds, lambda: _check(made, live))
+        return [*figures, _early(weights, Holding.of(made), mapping, rounds, lambda: _read(made, manifest, mapping))]
     finally:
         mapping.close()
+
+
+def _early(weights: Weights, holding: Holding, mapping: Mapping, rounds: int, check: Callable[[], None]) -> Figure:
+    segment = SegmentLayout(holding, holding.manifest, "")
+    rows = [row for piece, view in enumerate(holding.piece_views()) for row in segment.rows(piece, view, mapping)]
+    slices, whole = sliced(rows, mapping.address + HEADER_BYTES), CopyTable(rows)
+    ratios, seconds, least = [], [], []
+    for number in range(rounds + 2):
+        if number == 1:
+            ctypes.memset(mapping.address + HEADER_BYTES, 0, holding.manifest.segment_nbytes)
+        began = time.perf_counter()
+        for one in slices:
+            one.table.run()
+        sent = time.perf_counter()
+        if number == 1:
+            check()
+        began_again = time.perf_counter()
+        whole.run()
+        if number > 1:
+            seconds.append(sent - began)
+            least.append(time.perf_counter() - began_again)
+            ratios.append(seconds[-1] / least[-1])
+    value, limit = statistics.median(seconds) * 1e3, statistics.median(least) * 1e3
+    more = {"slices": len(slices), "bytes": weights.nbytes}
+    return Figure("early-publish", value, "ms", limit, statistics.median(ratios), rounds=rounds, more=more)
+
+
+def _read(made: dict[str, object], manifest: Manifest, mapping: Mapping) -> None:
+    """Raises ValueError where the segment has another bit."""
+    import torch
+
+    for entry in manifest.entries:
+        expected = made[entry.tensor.name]
+        assert isinstance(expected, torch.Tensor)
+        found = mapping.piece(manifest, entry.piece).tensor()
+        if not torch.equal(found.view(torch.int16), expected.cpu().view(torch.int16)):
+            raise ValueError(f"{entry.tensor.name} differs in the segment")
 
 
 def _figures(
