@@ -298,3 +298,25 @@ def test_trainer_killed_in_the_middle_of_what_is_copied(folder: Path, forks: For
         successor = writer_on(cluster["a"], forks(1)[0], "off")
         successor.do(PUBLISH.format(step=2))
         assert reader.finish()[:2] == [2, []]
+
+
+def test_workers_of_one_engine_on_two_nodes(folder: Path, forks: Forks) -> None:
+    with gated(folder, "bc") as (cluster, gate):
+        trainer = writer_on(cluster["a"], forks(1)[0])
+        workers = [
+            reader_on(cluster[name], one, rank=rank, size=2)
+            for rank, (name, one) in enumerate(zip("bc", forks(2), strict=True))
+        ]
+        caught(cluster, gate, trainer, workers, 1, 60)
+        gate.open()
+        found = [worker.finish() for worker in workers]
+        assert [one[:2] for one in found] == [[1, []]] * 2
+        assert max(one[2] for one in found) >= HELD_SECONDS / 6
+        for step in range(2, 7):
+            for worker in workers:
+                worker.start(UPDATE.format(step=None if step % 2 else step, timeout=60, more=0))
+            trainer.do(PUBLISH.format(step=step))
+            got = [worker.finish() for worker in workers]
+            assert got[0][0] == got[1][0]  # one version, whichever it was
+            assert [one[1] for one in got] == [[], []]
+            assert all(worker.do("result = reader.state") == "ready" for worker in workers)
