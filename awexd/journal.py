@@ -16,7 +16,8 @@ from typing import Any
 
 import orjson
 
-from awexd.store.model import Job, Joined, Mirror
+from awexd.store.elsewhere import Joined, Mirror
+from awexd.store.model import Job
 from awexd_transports.errors import BudgetExceeded, InvalidArgument
 
 RECORD_FORMAT = 1

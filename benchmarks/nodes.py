@@ -137,7 +137,15 @@ def _state(number: int) -> bytes:
     """What a node has of a job: one engine, whose version differs from that of the number before."""
     worker = {"rank": 0, "state": "ready", "version": [1, number], "digest": DIGEST}
     told = {"run": RUN, "local": False, "epoch": 0, "world_size": 0, "keep": 0, "ranks": [], "versions": []}
-    told |= {"withdrawn": [], "fetching": [], "coming": []}
+    told |= {
+        "joined": False,
+        "waiting": [],
+        "withdrawn": [],
+        "fetching": [],
+        "coming": [],
+        "home": False,
+        "sends": False,
+    }
     return json.dumps(told | {"engines": [{"engine": "e", "world_size": 1, "workers": [worker]}]}).encode()
 
 

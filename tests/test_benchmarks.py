@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from importlib import resources
 
+import jsonschema
 import pytest
 
 from benchmarks import control, cpu, document, exchange, faults, gpu, nodes, scale
@@ -43,3 +45,9 @@ def test_results_have_the_figures_of_2_to_9_processes() -> None:
 def test_results_of_several_nodes_are_there() -> None:
     found = {figure["name"] for figure in json.loads(nodes.RESULTS.read_bytes())}
     assert found >= nodes.BARS.keys() | faults.BARS.keys()
+
+
+def test_what_the_metaserver_is_told_is_what_a_daemon_tells() -> None:
+    document = json.loads(resources.files("awexd.metaserver").joinpath("openapi.json").read_bytes())
+    schema = {"$ref": "#/components/schemas/ReportBody", "components": document["components"]}
+    jsonschema.validate(json.loads(nodes._state(1)), schema)

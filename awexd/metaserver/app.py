@@ -476,6 +476,7 @@ def _report_of(body: Body) -> Report:
         waiting=frozenset(body["waiting"]),
         fetching=frozenset(body["fetching"]),
         home=body["home"],
+        sends=body["sends"],
         coming=tuple(map(_coming, body["coming"])),
     )
 

@@ -149,7 +149,7 @@ class Report(NamedTuple):
         joined: writers of the job are on several nodes, of which this is one.
         waiting: ranks on this node whose fellows are not all there.
         fetching: versions that the node brings to itself.
-        home: processes exchange the job's weights, which this node decides.
+        home: processes exchange the job's weights, which this node decides. ``sends``: its trainer does.
         coming: where ``local``: what is still written and may be fetched already.
     """
 
@@ -166,6 +166,7 @@ class Report(NamedTuple):
     waiting: frozenset[int] = frozenset()
     fetching: frozenset[VersionKey] = frozenset()
     home: bool = False
+    sends: bool = False
     coming: tuple[Held, ...] = ()
 
 

@@ -57,6 +57,7 @@ def view(job: Job) -> dict[str, Any]:
         "keep": job.keep,
         "local": job.local,
         "home": job.home,
+        "sends": any(report.sends for report in job.reports.values()),
         "waiting": [{"node": node, "ranks": sorted(ranks)} for node, ranks in sorted(_waiting(job).items())],
         "ranks": [{"rank": rank, "node": m.node, "digest": m.digest} for rank, m in sorted(job.members.items())],
         "pieces": [_version(version) for version in job.listed()],

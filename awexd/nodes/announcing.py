@@ -268,6 +268,7 @@ def report_of(job: Job) -> dict[str, Any]:
         "withdrawn": list(job.withdrawn),
         "fetching": [job.mirror.fetching] if job.mirror is not None and job.mirror.fetching else [],
         "home": exchanged(job),
+        "sends": any(writer.mode == "nccl" for writer in job.writers.values()),
         "coming": [_coming(job, attempt) for attempt in _foretold(job)],
     }
 

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 
 from awexd.nodes.landing import Landing
 from awexd.nodes.mirroring import Bringing, Means
-from awexd.store.model import Job, Listing, Mirror, VersionKey
+from awexd.store.elsewhere import Listing, Mirror
+from awexd.store.model import Job, VersionKey
 from awexd_transports.base import Memory
 from awexd_transports.errors import VersionConflict
 from awexd_transports.needs import Need

@@ -8,7 +8,8 @@ from __future__ import annotations
 from awexd.nodes.landing import Landing
 from awexd.nodes.mirroring import Bringing, Means, rows_of
 from awexd.store import Version
-from awexd.store.model import Job, Listing, Mirror, Part, VersionKey
+from awexd.store.elsewhere import Listing, Mirror
+from awexd.store.model import Job, Part, VersionKey
 from awexd_transports.base import Memory
 from awexd_transports.needs import Needs
 from awexd_transports.ranges import Ranges

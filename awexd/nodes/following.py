@@ -27,8 +27,9 @@ from awexd.nodes.routes import Routes
 from awexd.nodes.serving import Serving
 from awexd.nodes.watching import Watching
 from awexd.service import Across, Service
+from awexd.store.elsewhere import Listing, Mirror
 from awexd.store.mirroring import NOTHING
-from awexd.store.model import Job, Listing, Mirror, VersionKey, describe_ranks
+from awexd.store.model import Job, VersionKey, describe_ranks
 from awexd_transports.errors import (
     AwexdError,
     BudgetExceeded,
@@ -380,6 +381,9 @@ class Follow:
             listed={(row["epoch"], row["step"]): _listing(row, here) for row in view["pieces"]},
         )
         mirror = self._store.follow(job)
+        if mirror.sends != view["sends"]:
+            mirror.sends = bool(view["sends"])
+            self._store.touched.add(job.name)
         mirror.coming = {(row["epoch"], row["step"]): _listing(row, here) for row in view["coming"]}
         if opened:
             self._service.note("epoch", job.name, f"epoch {epoch} opened on node {', '.join(nodes) or 'elsewhere'}")

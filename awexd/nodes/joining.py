@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 from awexd.nodes.announcing import Announcer
 from awexd.nodes.metaclient import MetaClient
 from awexd.service import Service
-from awexd.store.model import Attempt, Job, Joined, VersionKey, Writer, describe_ranks
+from awexd.store.elsewhere import Joined
+from awexd.store.model import Attempt, Job, VersionKey, Writer, describe_ranks
 from awexd_transports.errors import (
     AwexdError,
     DaemonUnavailable,

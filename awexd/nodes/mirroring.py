@@ -26,7 +26,8 @@ from awexd.peers.threads import in_thread
 from awexd.service import Service
 from awexd.store import Segment, Version, Wait
 from awexd.store.arriving import Arrival
-from awexd.store.model import Job, Listing, Mirror, Part, VersionKey
+from awexd.store.elsewhere import Listing, Mirror
+from awexd.store.model import Job, Part, VersionKey
 from awexd.tickets import decode
 from awexd_transports.base import Memory, Piece, Source, Subject
 from awexd_transports.errors import (

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from awexd.store import registering, slots, writing
+from awexd.store.elsewhere import Joined, Mirror
 from awexd.store.ledger import Ledger
 from awexd.store.model import (
     Attempt,
     Job,
-    Joined,
-    Mirror,
     Rendezvous,
     Segment,
     SegmentState,

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
+from awexd.store.elsewhere import Listing, Mirror
 from awexd.store.joining import Joining
 from awexd.store.lending import Lending
 from awexd.store.model import (
     Job,
-    Listing,
-    Mirror,
     Part,
     Segment,
     SegmentState,

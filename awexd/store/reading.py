@@ -180,6 +180,8 @@ def check_transport(job: Job, worker: Worker) -> None:
     """
     modes = {writer.mode for writer in job.writers.values()}
     named = f"rank {worker.rank} of engine {worker.engine}"
+    if job.mirror is not None and job.mirror.sends and not job.writers:
+        modes = {"nccl"}
     if worker.exchanges and job.mirror is not None and job.mirror.nodes:
         raise VersionUnavailable(
             f'{job.name}: its trainer is on another node, without transport="nccl"; pass that to its WeightWriter too, '

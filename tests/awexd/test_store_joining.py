@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from awexd.store import Segment, Store, Version, Wait
-from awexd.store.model import Attempt, Job, Listing
+from awexd.store.elsewhere import Listing
+from awexd.store.model import Attempt, Job
 from awexd.store.writing import Begun
 from awexd_transports.errors import EpochChanged, InvalidArgument, VersionConflict, VersionUnavailable
 from tests.awexd.store_clients import JOB, Trainer, World, digest

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from awexd.store import Segment, Store, Version, Wait
+from awexd.store.elsewhere import Listing
 from awexd.store.ledger import Session
 from awexd.store.mirroring import newest_listed
-from awexd.store.model import Job, Listing, SegmentState, VersionKey
+from awexd.store.model import Job, SegmentState, VersionKey
 from awexd_transports.errors import BudgetExceeded, EpochChanged, VersionConflict, VersionUnavailable
 
 NAME = "me/j"

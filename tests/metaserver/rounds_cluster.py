@@ -12,8 +12,9 @@ from awexd.metaserver.model import Held, Piece, Report
 from awexd.metaserver.rounds import told_of
 from awexd.metaserver.state import State
 from awexd.store import Segment, Store, Wait
+from awexd.store.elsewhere import Listing
 from awexd.store.ledger import Session
-from awexd.store.model import Engine, Job, Listing, SegmentState, VersionKey
+from awexd.store.model import Engine, Job, SegmentState, VersionKey
 from awexd.store.store import Resolved
 from awexd_transports.errors import AwexdError
 

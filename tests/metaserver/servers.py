@@ -224,7 +224,7 @@ def report(run: str = RUN, **more: Any) -> dict[str, Any]:
     empty: dict[str, Any] = {"local": False, "epoch": 0, "world_size": 0, "keep": 0}
     kinds = ("ranks", "versions", "engines", "withdrawn", "waiting", "fetching", "coming")
     lists: dict[str, Any] = {key: [] for key in kinds}
-    return {"run": run, **empty, **lists, "joined": False, "home": False} | more
+    return {"run": run, **empty, **lists, "joined": False, "home": False, "sends": False} | more
 
 
 @lru_cache

@@ -268,3 +268,25 @@ def test_node_that_serves_no_others_is_no_home_for_them(tmp_path: Path, fork: Fo
         with pytest.raises(RemoteError, match=r"node a.* serves no other nodes: start its daemon with --listen"):
             together([fork()], [crew.reader("e1", 0, 1, socket=cluster["b"].socket)])
         crew.close()
+
+
+def test_reader_without_nccl_on_another_node_is_told_why_nothing_comes(own: Cluster, fork: Fork) -> None:
+    crew = crew_on(own, fork, "j", "a", "a")
+    crew.hand_over(1)
+    other = fork()
+    other.do(
+        "from tests.e2e.workers import weights\nheld = weights.Rank('reader', 0, 1)\n"
+        f"reader = WorkerWeightsReader('j', 'other', 0, 1, {own['b'].socket!r})\nreader.register(held.shards)"
+    )
+    until(own["b"], lambda status: job_of(status, "j").get("elsewhere"))
+    for call in ("reader.update(timeout=60)", "reader.update(1, timeout=60)", "reader.update(2, 60, overlap=True)"):
+        with pytest.raises(RemoteError, match='its trainer has transport="nccl"; pass that to rank 0 of engine other'):
+            other.do(call)
+    crew.close()
+    trainer = fork()
+    trainer.do(
+        "from tests.e2e.workers import weights\nrank = weights.Rank('writer', 0, 1)\nrank.fill(1)\n"
+        f"writer = WeightWriter('j', 0, 1, {own['a'].socket!r}, 'new', mode='host')\nwriter.register(rank.shards)\n"
+        "writer.publish(1).committed()"
+    )
+    assert other.do("reader.wait(1)\ndone = reader.update()\nresult = [done.step, held.wrong(1)]") == [1, []]
