@@ -49,7 +49,7 @@ def main() -> None:
     for line in table(figures):
         print(line)
     if arguments.write:
-        own = {figure.name for figure in figures}
+        own = [figure.name for figure in figures]
         others = [name for name in names(RESULTS) if name not in own]
         write(RESULTS, figures, f"python benchmarks/overlap.py --rounds {arguments.rounds}", keep=[*others, *own])
 
