@@ -45,7 +45,7 @@ def messages(decoder: Decoder, data: bytes, fds: list[int] | None = None) -> lis
 
 def test_hello_golden() -> None:
     assert encode(hello("0.1.0", pid=7)) == (
-        b'\x46\x00\x00\x00{"hello":{"protocol":3,"version":"0.1.0","max_frame":1048576,"pid":7}}'
+        b'\x46\x00\x00\x00{"hello":{"protocol":4,"version":"0.1.0","max_frame":1048576,"pid":7}}'
     )
 
 

@@ -123,7 +123,13 @@ class Crew:
         return [worker for workers in self.engines.values() for worker in workers]
 
     def recover(self, step: int) -> list[int]:
-        """As ``hand_over``, after a step that failed: a worker whose round was fixed to that is told so once."""
+        """As ``hand_over``, after a step that failed: a worker whose round was fixed to that is told so once.
+
+        Where a sibling had all of that by then, only once it is taken back: until then all are to have it.
+        """
+        for writer in self.writers:
+            with contextlib.suppress(RemoteError):
+                writer.do("publication.withdraw()")
         for worker in self.workers:
             with contextlib.suppress(RemoteError):
                 worker.do(UPDATE.format(step=step, seconds=0))

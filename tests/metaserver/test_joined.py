@@ -159,12 +159,15 @@ def test_who_fetches_what_is_written_goes_on_when_it_is_committed() -> None:
     cluster.announce("n3")
     assert grants(cluster, "n2", 1) == {"n0": [0], "n1": [1]}
     cluster.report("n2", fetching=frozenset({(1, 1)}))
-    assert grants(cluster, "n3", 1) == {"n2": [0, 1]}
+    assert grants(cluster, "n3", 1) == {"n0": [0], "n1": [1]}
     cluster.report("n3", fetching=frozenset({(1, 1)}))
+    cluster.announce("n4")
+    assert grants(cluster, "n4", 1) == {"n2": [0, 1]}
+    cluster.report("n4", fetching=frozenset({(1, 1)}))
     assert not cluster.seal("n0", 1, attempt, 0)
     assert cluster.seal("n1", 1, attempt, 1)
     (version,) = cluster.job.listed()
-    assert (list(version.fetching), dict(version.asked)) == (["n2", "n3"], {"n0": 100, "n1": 100, "n2": 200})
+    assert (list(version.fetching), dict(version.asked)) == (["n2", "n3", "n4"], {"n0": 200, "n1": 200, "n2": 200})
     assert (cluster.job.coming(), cluster.job.attempts) == ([], {})
 
 
