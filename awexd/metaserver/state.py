@@ -516,7 +516,8 @@ class State:
         One that is still written is fetched as it comes.
 
         Whoever asks counts as fetching from then on, and may be asked itself by those that begin later: so a trainer's
-        nodes serve few, however many fetch at once. ``parts``: of what it brings, where that is not all.
+        nodes send about what one that fetches takes in, however many do at once. ``parts``: of what it brings, where
+        that is not all.
 
         Raises:
             VersionUnavailable: no other nodes have that and serve it.

@@ -293,12 +293,9 @@ class Joining:
             ranks = sorted(attempt.written.keys() - told)
             if not ranks or job.attempts.get(attempt.step) is not attempt:
                 continue
-            segments = [job.segments[attempt.segments[rank]] for rank in ranks]
-            pieces = [[one.rank, one.digest, one.nbytes, one.checksums] for one in segments]
-            await self._give_manifests(one.digest for one in segments)
-            where = {"epoch": attempt.epoch, "step": attempt.step, "attempt": attempt.number}
+            pieces = await self._pieces(attempt, ranks)
             try:
-                await self._ask("attempts/pieces", **where, pieces=pieces)
+                await self._ask("attempts/pieces", **pieces)
             except AwexdError as error:
                 if self._is_away(error):
                     raise
@@ -315,12 +312,9 @@ class Joining:
             ranks = sorted(attempt.sealed - told)
             if not ranks:
                 continue
-            segments = [job.segments[attempt.segments[rank]] for rank in ranks]
-            pieces = [[one.rank, one.digest, one.nbytes, one.checksums] for one in segments]
-            await self._give_manifests(one.digest for one in segments)
-            where = {"epoch": attempt.epoch, "step": attempt.step, "attempt": attempt.number}
+            pieces = await self._pieces(attempt, ranks)
             try:
-                answer = await self._ask("seals", **where, pieces=pieces)
+                answer = await self._ask("seals", **pieces)
             except (EpochChanged, VersionConflict) as error:
                 self._abort(attempt, str(error))
                 continue
@@ -332,6 +326,13 @@ class Joining:
         open_ = {attempt.number for attempt in job.attempts.values()}
         for number in self._sealed.keys() - open_:
             del self._sealed[number]
+
+    async def _pieces(self, attempt: Attempt, ranks: Iterable[int]) -> dict[str, Any]:
+        """What these ranks have sealed, or will, as the MetaServer is told; it has their manifests then."""
+        segments = [self._job.segments[attempt.segments[rank]] for rank in ranks]
+        pieces = [[one.rank, one.digest, one.nbytes, one.checksums] for one in segments]
+        await self._give_manifests(one.digest for one in segments)
+        return {"epoch": attempt.epoch, "step": attempt.step, "attempt": attempt.number, "pieces": pieces}
 
     async def _know_everyone(self) -> None:
         """Once all ranks have registered: their manifests, which planning takes."""

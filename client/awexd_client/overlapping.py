@@ -11,13 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from awexd_client.endpoint import Deadline
+from awexd_client.endpoint import Deadline, told
 from awexd_client.preparing import Preparing
 from awexd_client.session import Asked
 from awexd_client.tables import Prepared, run_all
 from awexd_client.updates import State
 from awexd_client.waves import Here, Wave
 from awexd_transports.errors import DaemonUnavailable, VersionConflict
+
+TOLD = "_awexd_told"
+"""Set on an error that the daemon knows. To keep the error instead would keep what its frames hold."""
 
 
 @dataclass(slots=True)
@@ -48,6 +51,7 @@ class Overlapping(Preparing):
 
     _state: State
     _version: tuple[int, int] | None
+    _leased: str | None
 
     def _take_in(self, step: int | None, deadline: Deadline) -> Taken | None:
         """Copies what the next update to that step waits for, as it comes: all of it.
@@ -82,11 +86,19 @@ class Overlapping(Preparing):
         """What was asked for is not used."""
         answer = self._connection.take(taken.resolved) if taken is not None and taken.resolved is not None else None
         if answer is not None:
-            self._tell("read.release", lease=answer["lease"], dirty=False, error=None)
+            self._release(answer["lease"])
 
     def _give_up(self, error: BaseException) -> None:
         """Tells the daemon that what was copied came to nothing, if anything was."""
-        raise NotImplementedError
+        if self._state == "dirty" and not isinstance(error, DaemonUnavailable):
+            self._release(None, dirty=True, error=error)
+
+    def _release(self, lease: str | None, *, dirty: bool = False, error: BaseException | None = None) -> None:
+        if lease == self._leased:
+            self._leased = None
+        if error is not None:
+            setattr(error, TOLD, True)
+        self._tell("read.release", lease=lease, dirty=dirty, error=told(error))
 
     def _taken(self, answer: dict[str, Any], deadline: Deadline) -> Taken | None:
         """None where what is read cannot be compared before all of it is there: one tensor published with two names."""

@@ -11,9 +11,9 @@ from typing import Any
 
 from awexd.protocol import MAX_DIFFERENCES, MAX_KEEP, MAX_REASONS, MAX_RING_BYTES, MAX_STEP
 from awexd_client.adapters.base import Adapter, EngineWeights
-from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline, check_whole, told
+from awexd_client.endpoint import DEFAULT_TIMEOUT, Deadline, check_whole
 from awexd_client.holding import Holding
-from awexd_client.overlapping import Overlapping, Taken
+from awexd_client.overlapping import TOLD, Overlapping, Taken
 from awexd_client.session import Asked
 from awexd_client.tables import Sources
 from awexd_client.updates import Staged, State, TakenBack, UpdateResult, load_of_engine
@@ -29,8 +29,6 @@ from awexd_transports.errors import (
     VersionUnavailable,
 )
 
-_TOLD = "_awexd_told"
-"""Set on an error that the daemon knows. To keep the error instead would keep what its frames hold."""
 _log = logging.getLogger(__name__)
 
 
@@ -151,7 +149,8 @@ class WorkerWeightsReader(Overlapping):
 
         Args:
             overlap: of a version that is still on its way from other nodes, copies what has come while the rest does:
-                done sooner, for a longer pause, and dirty if it does not come after all.
+                for engines that stand still until they have it. The pause is longer, and the state ``"dirty"`` if it
+                does not come after all.
 
         Raises:
             ManifestMismatch: the version does not fit; nothing was touched.
@@ -261,7 +260,7 @@ class WorkerWeightsReader(Overlapping):
 
         What ``stage`` or ``apply`` has raised may have been told by them: it is not told again.
         """
-        if not getattr(error, _TOLD, False):
+        if not getattr(error, TOLD, False):
             self._release(None, error=error)
 
     def close(self) -> None:
@@ -352,10 +351,6 @@ class WorkerWeightsReader(Overlapping):
         if taken is not None and taken.arrival == staged.arrival and taken.prepared is staged.prepared:
             staged.taken = taken
         return staged
-
-    def _give_up(self, error: BaseException) -> None:
-        if self._state == "dirty" and not isinstance(error, DaemonUnavailable):
-            self._release(None, dirty=True, error=error)
 
     def _stage(self, step: int | None, deadline: Deadline, taken: Taken | None = None) -> Staged:
         """``taken``: for which its version was asked for already."""
@@ -544,13 +539,6 @@ class WorkerWeightsReader(Overlapping):
                 self._release(answer["lease"])
         except AwexdError as error:
             _log.info("prefetch of %s: %s", self.job, error)
-
-    def _release(self, lease: str | None, *, dirty: bool = False, error: BaseException | None = None) -> None:
-        if lease == self._leased:
-            self._leased = None
-        if error is not None:
-            setattr(error, _TOLD, True)
-        self._tell("read.release", lease=lease, dirty=dirty, error=told(error))
 
 
 def _is_taken_back(error: BaseException) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,6 @@ COMMITTED = "publication.committed(timeout=60)"
 BEGUN = "rank.fill({value})\nupdate = writer.begin({step}).__enter__()\nupdate.write(rank.shards)"
 SEALED = "update.__exit__(None, None, None)\nupdate.publication.committed(timeout=60)"
 GIVEN_UP = "update.__exit__(RuntimeError, RuntimeError('out of memory'), None)"
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with Cluster(tmp_path_factory.mktemp("c"), "a", "b", "c") as cluster:
-        yield cluster
-        for name in "abc":
-            assert "Traceback" not in cluster[name].log()
 
 
 def spread(cluster: Cluster, forks: Forks, job: str = "j", nodes: str = "ab", **given: Any) -> SpreadTrainer:

@@ -22,14 +22,6 @@ from tests.nodes.clusters import Cluster, job_of, lasting, texts, until
 Forks = Callable[[int], list[Process]]
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with Cluster(tmp_path_factory.mktemp("h"), "a", "b", "c") as cluster:
-        yield cluster
-        for name in "abc":
-            assert "Traceback" not in cluster[name].log()
-
-
 @pytest.fixture
 def own(tmp_path: Path) -> Iterator[Cluster]:
     """For faults of daemons."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,14 +30,6 @@ rank = weights.Rank("writer", {rank}, {size})
 how = dict(verify="checksum", mode={mode!r}, transport={transport!r}, epoch={epoch!r})
 writer = WeightWriter("{job}", {rank}, {size}, {socket!r}, **how)
 """
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with Cluster(tmp_path_factory.mktemp("c"), "a", "b", "c") as cluster:
-        yield cluster
-        for name in "abc":
-            assert "Traceback" not in cluster[name].log()
 
 
 def spread(cluster: Cluster, processes: list[Process], job: str, nodes: str = "aabb", **given: str) -> SpreadTrainer:

@@ -136,6 +136,15 @@ def test_copies_what_has_come_while_the_rest_is_on_its_way(folder: Path, forks: 
         assert reader.do("result = [reader.state, reader.version]") == ["ready", [1, 5]]
 
 
+def at_step_1(cluster: Cluster, forks: Forks, verify: str = "checksum") -> tuple[Process, Process]:
+    """A trainer on ``a``, and a reader on ``b`` that has its first step."""
+    trainer = writer_on(cluster["a"], forks(1)[0], verify)
+    reader = reader_on(cluster["b"], forks(1)[0], verify=verify)
+    trainer.do(PUBLISH.format(step=1))
+    assert reader.do(UPDATE.format(step=1, timeout=60, more=0))[:2] == [1, []]
+    return trainer, reader
+
+
 def caught(cluster: Cluster, gate: Gate, trainer: Process, readers: list[Process], step: int, timeout: float) -> None:
     """Readers are in the middle of an update to that step, of which a part is there."""
     for reader in readers:
@@ -164,9 +173,7 @@ def test_all_workers_of_an_engine_and_one_that_does_not_overlap(folder: Path, fo
 def test_source_that_is_gone_leaves_it_dirty_and_the_next_update_mends_that(folder: Path, forks: Forks) -> None:
     with gated(folder) as (cluster, gate):
         gate.open()
-        trainer, reader = writer_on(cluster["a"], forks(1)[0]), reader_on(cluster["b"], forks(1)[0])
-        trainer.do(PUBLISH.format(step=1))
-        assert reader.do(UPDATE.format(step=1, timeout=60, more=0))[:2] == [1, []]
+        trainer, reader = at_step_1(cluster, forks)
         gate.shut()
         caught(cluster, gate, trainer, [reader], 2, 4)
         cluster["a"].kill()
@@ -187,9 +194,7 @@ def test_source_that_is_gone_leaves_it_dirty_and_the_next_update_mends_that(fold
 def test_version_that_is_withdrawn_on_its_way(folder: Path, forks: Forks) -> None:
     with gated(folder) as (cluster, gate):
         gate.open()
-        trainer, reader = writer_on(cluster["a"], forks(1)[0]), reader_on(cluster["b"], forks(1)[0])
-        trainer.do(PUBLISH.format(step=1))
-        assert reader.do(UPDATE.format(step=1, timeout=60, more=0))[:2] == [1, []]
+        trainer, reader = at_step_1(cluster, forks)
         gate.shut()
         caught(cluster, gate, trainer, [reader], 2, 60)
         cluster["a"].ask("rollback", job="j", step=1)
@@ -234,7 +239,7 @@ def test_daemon_killed_in_the_middle_begins_again(folder: Path, forks: Forks) ->
         until(cluster["b"], lambda status: job_of(status, "j").get("held") == [[1, 1]])
 
 
-def written_early(cluster: Cluster, trainer: Process, reader: Process, step: int, more: int = 0) -> None:
+def written_early(cluster: Cluster, trainer: Process, step: int, more: int = 0) -> None:
     """A reader is in the middle of an update to a step that its trainer has written and not sealed; all has come."""
     assert trainer.do(WRITTEN.format(step=step, more=more))  # other nodes fetch it early
 
@@ -255,7 +260,7 @@ def test_copies_what_is_not_committed_yet_and_has_it_only_once_it_is(folder: Pat
         for one in (reader, waits):
             assert one.do(UPDATE.format(step=1, timeout=60, more=0))[:2] == [1, []]
         reader.start(UPDATE.format(step=2, timeout=60, more=0))
-        written_early(cluster, trainer, reader, 2)
+        written_early(cluster, trainer, 2)
         assert waits.do(UPDATE.format(step=None, timeout=60, more=0))[:2] == [1, []]  # the newest that is committed
         trainer.do(SEALED)
         step, wrong, pause, _, _ = reader.finish()
@@ -266,19 +271,16 @@ def test_copies_what_is_not_committed_yet_and_has_it_only_once_it_is(folder: Pat
 
 def test_what_was_copied_of_an_aborted_attempt_is_copied_again(folder: Path, forks: Forks) -> None:
     with Cluster(folder, "a", "b") as cluster:
-        trainer = writer_on(cluster["a"], forks(1)[0], "off")
-        reader = reader_on(cluster["b"], forks(1)[0], verify="off")
-        trainer.do(PUBLISH.format(step=1))
-        assert reader.do(UPDATE.format(step=1, timeout=60, more=0))[:2] == [1, []]
+        trainer, reader = at_step_1(cluster, forks, "off")
         reader.start(UPDATE.format(step=2, timeout=60, more=7))
-        written_early(cluster, trainer, reader, 2)
+        written_early(cluster, trainer, 2)
         trainer.do(GIVEN_UP)
         lasting(HELD_SECONDS / 3)
-        written_early(cluster, trainer, reader, 2, more=7)
+        written_early(cluster, trainer, 2, more=7)
         trainer.do(SEALED)
         assert reader.finish()[:2] == [2, []]
         reader.start(UPDATE.format(step=3, timeout=2, more=0))
-        written_early(cluster, trainer, reader, 3)
+        written_early(cluster, trainer, 3)
         trainer.do(GIVEN_UP)
         with pytest.raises(RemoteError, match="step 3"):
             reader.finish()
@@ -288,12 +290,9 @@ def test_what_was_copied_of_an_aborted_attempt_is_copied_again(folder: Path, for
 
 def test_trainer_killed_in_the_middle_of_what_is_copied(folder: Path, forks: Forks) -> None:
     with Cluster(folder, "a", "b") as cluster:
-        trainer = writer_on(cluster["a"], forks(1)[0], "off")
-        reader = reader_on(cluster["b"], forks(1)[0], verify="off")
-        trainer.do(PUBLISH.format(step=1))
-        assert reader.do(UPDATE.format(step=1, timeout=60, more=0))[:2] == [1, []]
+        trainer, reader = at_step_1(cluster, forks, "off")
         reader.start(UPDATE.format(step=2, timeout=60, more=0))
-        written_early(cluster, trainer, reader, 2)
+        written_early(cluster, trainer, 2)
         os.kill(trainer.pid, signal.SIGKILL)
         successor = writer_on(cluster["a"], forks(1)[0], "off")
         successor.do(PUBLISH.format(step=2))
